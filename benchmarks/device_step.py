@@ -106,7 +106,7 @@ def predicted(config: TransformerConfig, args: argparse.Namespace) -> float:
     """Tokens a second that `plan` predicts."""
     job = PlannedJob(config, ParallelLayout().resolve(1), args.seq, args.micro_batch, args.micro_batches)
     device = load_device(args.predict)
-    return time_of(job, device, software_of(device.type, compiled=args.compile)).tokens_per_second
+    return time_of(job, device, software_of(device, compiled=args.compile)).tokens_per_second
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
 import torch
 import transformers
@@ -33,6 +35,10 @@ class HuggingFaceModule(L.LightningModule):
         return torch.optim.AdamW(
             self.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=fused or None
         )
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
+        """As Lightning does it itself, but also of a fused optimizer in bf16, which it refuses on CUDA."""
+        torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
 
 def main(job: Job) -> None:

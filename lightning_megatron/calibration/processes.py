@@ -12,19 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lightning_megatron.calibration.kernels import DTYPES
-from lightning_megatron.device import KINDS, best_available, device_count, kind_of, total_memory_bytes
+from lightning_megatron.device import KINDS, DeviceKind, best_available, device_count, kind_of, total_memory_bytes
 from lightning_megatron.errors import Problem, raise_if_any
-from lightning_megatron.planning.core.device_file import (
-    DeviceSpec,
-    DeviceType,
-    Efficiency,
-    Link,
-    device_names,
-    load_device,
-)
+from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency, Link, device_names, load_device
 
 Found = dict[str, Any]
 _SHORTEST = 0.5
@@ -54,7 +47,7 @@ def calibrate(
     count = processes or (min(cores, 8) if on_host else device_count(chosen))
     threads = max(1, cores // count) if on_host else 1
     memory = total_memory_bytes(chosen.type) // (count if on_host else 1)
-    spec = device_spec(_measured(chosen.type, count, threads, limit), memory, cast(DeviceType, chosen.type))
+    spec = device_spec(_measured(chosen.type, count, threads, limit), memory, chosen)
     if out is not None:
         spec.write(out)
     return spec
@@ -93,13 +86,13 @@ def _measured(kind: str, count: int, threads: int, limit: float) -> list[Found]:
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def device_spec(found: Sequence[Found], memory: int, kind: DeviceType) -> DeviceSpec:
+def device_spec(found: Sequence[Found], memory: int, kind: DeviceKind) -> DeviceSpec:
     """Device file from the results of all processes: the median of each figure.
 
     Args:
         found: results of ``worker.py``, one of each process.
         memory: bytes of one device.
-        kind: torch's type of device.
+        kind: its kind.
     """
     name = str(found[0]["name"])
     known = next((load_device(each) for each in device_names() if each.split("-")[0] in name.lower()), None)
@@ -108,7 +101,7 @@ def device_spec(found: Sequence[Found], memory: int, kind: DeviceType) -> Device
     peaks, efficiency = _peaks_and_efficiency(found, bandwidth)
     links = [each["link"] for each in found if "link" in each]
     within = Link(*map(statistics.median, zip(*links, strict=True))) if links else base.within_node
-    beyond = None if kind == "cpu" else known
+    beyond = None if kind is KINDS["cpu"] else known
     return replace(
         base,
         name="calibrated",
@@ -122,7 +115,8 @@ def device_spec(found: Sequence[Found], memory: int, kind: DeviceType) -> Device
         efficiency=efficiency,
         link_efficiency=1.0,
         kernel_seconds=statistics.median(each["kernel"] for each in found),
-        type=kind,
+        asynchronous=kind is not KINDS["cpu"],
+        adds_products=kind.adds_products,
         sources=(
             "flops: the fastest matrix product; efficiency, memory_bandwidth, kernel_seconds: measured",
             "within_node: all-gather and reduce-scatter, measured" if links else f"within_node: as of {base.name}",

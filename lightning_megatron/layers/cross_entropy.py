@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -202,6 +202,16 @@ def _compiled_softmax(backend: str) -> Callable[..., Tensor]:
     return torch.compile(_softmax_to_compile_, backend=backend)
 
 
+def _softmax_by(backend: str | None, part: VocabSlice, rule: _Rule) -> Callable[..., Tensor]:
+    """Function of the first four arguments of :func:`_softmax_`, compiled if there is a backend and one rank."""
+    if part.axis.size > 1:
+        return partial(_softmax_, part=part, rule=rule)
+    if backend is None:
+        return partial(by_shape(_softmax_), part=part, rule=rule)
+    given = {"vocab_size": part.total, "smoothing": rule.smoothing, "softcap": rule.softcap}
+    return partial(_compiled_softmax(backend), **given)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -231,10 +241,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         scales, ctx.unit, ctx.headroom = _gradient_scales(weights, hidden.dtype)
         step = _chunk_length(hidden.shape[0], weight.dtype, weight.shape[0], chunk_bytes)
-        softmax_: Callable[..., Tensor] = _softmax_ if part.axis.size > 1 else by_shape(_softmax_)
-        how: tuple[Any, ...] = part, rule
-        if backend is not None and part.axis.size == 1:
-            softmax_, how = _compiled_softmax(backend), (part.total, rule.smoothing, rule.softcap)
+        softmax_ = _softmax_by(backend, part, rule)
         for start in range(0, hidden.shape[0], step):
             some = slice(start, start + step)
             x = hidden[some].to(dtype)
@@ -242,7 +249,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if bias is not None:
                 grad += bias[: part.size]
             # Not in place: `as_result` of device/execution.py says why.
-            loss = loss + softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None, *how)
+            loss = loss + softmax_(grad, labels[some], weights[some], scales[some] if wants_any else None)
             if d_hidden is not None:
                 d_hidden[some] = multiply(grad, rows)
             if d_weight is not None:

@@ -8,7 +8,7 @@ from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.estimate import MemoryEstimate
 from lightning_megatron.planning.memory.peak import worst_memory
-from lightning_megatron.planning.memory.shapes import ACCELERATOR, CUDA, HOST, Kernels
+from lightning_megatron.planning.memory.shapes import ACCELERATOR, ADDING, HOST, Kernels
 from lightning_megatron.planning.time.step import TimeEstimate, time_of
 
 
@@ -51,4 +51,6 @@ def plan_of(job: PlannedJob, limit: int | None, device: DeviceSpec | None = None
 
 def kernels_of(device: DeviceSpec | None) -> Kernels:
     """Properties of a device's kernels on which memory depends."""
-    return ACCELERATOR if device is None else {"cpu": HOST, "cuda": CUDA, "hpu": ACCELERATOR}[device.type]
+    if device is None or device.asynchronous:
+        return ADDING if device is not None and device.adds_products else ACCELERATOR
+    return HOST

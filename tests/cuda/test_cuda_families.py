@@ -24,6 +24,7 @@ STEPS, BATCH, LENGTH = 6, 8, 16
 SEEDS = {"mixtral": 15, "qwen3_moe": 18, "gpt_oss": 9, "deepseek_v2": 28, "deepseek_v3": 3}
 """Seeds with which no token comes near a tie between experts."""
 CLOSE = {"32-true": 2e-5, "bf16-mixed": 2e-2}
+"""Largest relative difference from fp32 on the CPU: two runs in bf16 differ by the sum of both errors."""
 
 
 def curve(
@@ -65,14 +66,14 @@ def curve(
 @pytest.mark.parametrize("family", list(TINY))
 def test_losses_and_norms_are_those_on_the_cpu(family: str, precision: str) -> None:
     found = curve(family, "cuda", precision)
-    assert found == pytest.approx(curve(family, "cpu", precision), rel=CLOSE[precision])
+    assert found == pytest.approx(curve(family, "cpu"), rel=CLOSE[precision])
 
 
 @pytest.mark.parametrize("precision", list(CLOSE))
 @pytest.mark.parametrize("family", list(TINY))
 def test_packed_documents_are_those_of_the_cpu(family: str, precision: str) -> None:
     found = curve(family, "cuda", precision, packed=True)
-    assert found == pytest.approx(curve(family, "cpu", precision, packed=True), rel=CLOSE[precision])
+    assert found == pytest.approx(curve(family, "cpu", packed=True), rel=CLOSE[precision])
 
 
 @pytest.mark.parametrize("family", list(TINY))

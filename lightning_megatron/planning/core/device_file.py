@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_megatron.arguments import Rules, above, at_least, field_problems
 from lightning_megatron.errors import Problem, nearest_names, raise_if_any
 
 FOLDER = Path(__file__).parents[1] / "devices"
-DeviceType = Literal["cpu", "cuda", "hpu"]
-"""torch's type of a device."""
 DTYPES = ("fp32", "bf16", "fp8")
 """Names of the number formats in which a device multiplies; fp16 counts as bf16."""
 
@@ -76,7 +74,6 @@ class DeviceSpec:
     Attributes:
         name: name on the command line.
         title: full name.
-        type: torch's type of device, which decides the kernels.
         memory_bytes: memory of one device.
         workspace_bytes: part of the memory that driver and libraries take, which tensors cannot use.
         flops: peak FLOP/s of dense matrix products by number format, of :data:`DTYPES`.
@@ -88,12 +85,13 @@ class DeviceSpec:
         link_efficiency: share of a link's bandwidth that a collective reaches.
         kernel_seconds: time in which the host starts one kernel.
         step_seconds: time of a step in the host's own loop.
+        asynchronous: True if the host launches kernels ahead, and communication overlaps with computation.
+        adds_products: True if one kernel adds a product to an fp32 sum, so that layers add weight gradients themselves.
         sources: origin of each figure.
     """
 
     name: str
     title: str
-    type: DeviceType
     memory_bytes: int
     workspace_bytes: int
     flops: Mapping[str, float]
@@ -105,6 +103,8 @@ class DeviceSpec:
     link_efficiency: float = 0.8
     kernel_seconds: float = 5e-6
     step_seconds: float = 2e-3
+    asynchronous: bool = True
+    adds_products: bool = False
     sources: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -135,11 +135,6 @@ class DeviceSpec:
             return dtype
         order = {"fp8": ("bf16", "fp32"), "bf16": ("fp32",), "fp32": ("bf16",)}[dtype]
         return next(name for name in order if name in table)
-
-    @property
-    def asynchronous(self) -> bool:
-        """True if the host launches kernels ahead, and communication overlaps with computation."""
-        return self.type != "cpu"
 
     @property
     def usable_bytes(self) -> int:
@@ -185,7 +180,7 @@ def read_device(path: str | Path) -> DeviceSpec:
     except (OSError, ValueError) as error:
         raise_if_any([Problem("device", str(path), f"cannot be read as a device file: {error}")])
     known = {each.name for each in fields(DeviceSpec)}
-    optional = {"link_efficiency", "kernel_seconds", "step_seconds", "sources"}
+    optional = {"link_efficiency", "kernel_seconds", "step_seconds", "asynchronous", "adds_products", "sources"}
     found = [
         Problem(f"device file: {name}", given[name], "no such field", nearest_names(name, sorted(known)))
         for name in given

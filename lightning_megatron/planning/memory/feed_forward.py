@@ -76,9 +76,7 @@ def _experts(x: Shapes, recomputes: bool) -> Half:
     forward = max(
         x.norm_copies + x.residual, copy + router + inside + local, copy + router + inside + shared_kept + beside
     )
-    # Weights whose gradients exist beside their sums in the buffer: of one expert after the other, or of all.
-    at_once = 1 if x.kernels.adds_gradients else c.num_experts // x.layout.ep
-    here = 0 if x.kernels.fuses_experts else at_once * features * h
+    here = x.experts_at_once * features * h  # weights whose gradients exist beside their sums in the buffer
     column = here * x.gates
     combined = choices * h * (8 + 2 * x.item)
     freed = kept_product + inner + results

@@ -44,9 +44,9 @@ class Kernels:
 
 
 ACCELERATOR = Kernels()
-"""Kernels of Gaudi, and of an unknown accelerator."""
-CUDA = Kernels(adds_gradients=True, adds_wider=True)
-"""Kernels of CUDA."""
+"""Kernels of an accelerator without one that adds a product to a wider sum."""
+ADDING = Kernels(adds_gradients=True, adds_wider=True)
+"""Kernels of one that has such a kernel."""
 HOST = Kernels(fuses_norm=False, adds_gradients=True, copies_pieces=True, pads_values=True, blocks_of_logits=True)
 """Kernels and collectives of a CPU: what a rehearsal on fake CPU tensors runs."""
 
@@ -269,6 +269,13 @@ class Shapes:
     def expert_rows(self) -> int:
         """Rows that this rank's experts compute."""
         return expert_rows(self.config, self.layout, self.tokens, self.imbalance)
+
+    @cached_property
+    def experts_at_once(self) -> int:
+        """Experts whose weights' gradients exist at the same time beside their sums."""
+        if self.kernels.fuses_experts:
+            return 0
+        return 1 if self.kernels.adds_gradients else self.config.num_experts // self.layout.ep
 
     @cached_property
     def gathers_tokens(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.planning.core.device_file import DeviceSpec
+
 
 @dataclass(frozen=True)
 class Software:
@@ -38,21 +40,13 @@ class Software:
     loss_chunks: int = 8
 
 
-_EAGER = {"cpu": Software(sum_block=1 << 18), "cuda": Software(fused_sum=True), "hpu": Software()}
-_COMPILED = {
-    "cpu": Software(passes=1.0, kernels=15),
-    "cuda": Software(passes=1.0, kernels=15, fused_loss=True),
-    "hpu": Software(passes=1.0, kernels=15),
-}
-
-
-def software_of(device: str, *, compiled: bool = False) -> Software:
-    """This library on a type of device.
-
-    Compiled layers leave sums of gradients to autograd, which adds them whole.
+def software_of(device: DeviceSpec, *, compiled: bool = False) -> Software:
+    """This library on a device.
 
     Args:
-        device: torch's type of device.
-        compiled: True with ``compile=True``.
+        device: the device.
+        compiled: True with ``compile=True``: layers leave sums of gradients to autograd, which adds them whole.
     """
-    return (_COMPILED if compiled else _EAGER)[device]
+    if compiled:
+        return Software(passes=1.0, kernels=15, fused_loss=device.asynchronous)
+    return Software(fused_sum=device.adds_products, sum_block=0 if device.asynchronous else 1 << 18)

@@ -107,7 +107,7 @@ def time_of(job: PlannedJob, device: DeviceSpec, software: Software | None = Non
         device: kind of device.
         software: properties of the kernels; ``None`` for those of this library in eager mode.
     """
-    software = software or software_of(device.type)
+    software = software or software_of(device)
     sizes = Sizes(job)
     kinds = {kind: _layer(sizes, device, software, kind) for kind in _kinds(job)}
     stages = [_stage(sizes, device, software, stage, kinds) for stage in job.stages]

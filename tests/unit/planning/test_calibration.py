@@ -10,6 +10,7 @@ import pytest
 
 from lightning_megatron.calibration.processes import calibrate, device_spec
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.device import KINDS
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.core.device_file import load_device, read_device
@@ -26,7 +27,7 @@ def found(rate: float, name: str = "CPU", speed: float = 1.0) -> dict[str, Any]:
 
 
 def test_constants_of_a_machine_that_keeps_to_the_formula() -> None:
-    device = device_spec([found(1e12), found(1e12)], 1 << 34, "cpu")
+    device = device_spec([found(1e12), found(1e12)], 1 << 34, KINDS["cpu"])
     assert device.peak("fp32") == pytest.approx(1e12)
     assert device.constants("fp32").matmul == pytest.approx(1.0)
     assert device.constants("bf16").attention == pytest.approx(0.25)
@@ -38,12 +39,12 @@ def test_constants_of_a_machine_that_keeps_to_the_formula() -> None:
 
 
 def test_a_figure_is_the_median_of_the_processes() -> None:
-    device = device_spec([found(1e12), found(1e12, speed=0.9), found(1e12, speed=0.2)], 1 << 34, "cpu")
+    device = device_spec([found(1e12), found(1e12, speed=0.9), found(1e12, speed=0.2)], 1 << 34, KINDS["cpu"])
     assert device.peak("fp32") == pytest.approx(0.9e12)
 
 
 def test_a_known_device_keeps_what_one_node_cannot_measure() -> None:
-    device = device_spec([found(6e14, "NVIDIA H100 80GB HBM3")], 80 << 30, "cuda")
+    device = device_spec([found(6e14, "NVIDIA H100 80GB HBM3")], 80 << 30, KINDS["cuda"])
     known = load_device("h100")
     assert device.between_nodes == known.between_nodes
     assert device.workspace_bytes == known.workspace_bytes

@@ -12,6 +12,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.core.device_file import Efficiency, load_device
 from lightning_megatron.planning.core.job import PlannedJob
+from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.time.communication import Group, layer_communication, repeated_communication
 from lightning_megatron.planning.time.compute import joined_tokens, layer_work, output_layer
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
@@ -20,7 +21,7 @@ from lightning_megatron.planning.time.software import Software, software_of
 from lightning_megatron.planning.time.step import time_of
 
 H100 = load_device("h100")
-EAGER, COMPILED = software_of("cuda"), software_of("cuda", compiled=True)
+EAGER, COMPILED = software_of(H100), software_of(H100, compiled=True)
 
 
 def job(model: str = "llama3.1-8b", devices: int = 8, m: int = 8, recompute: RecomputePlan | None = None, **layout):
@@ -164,7 +165,7 @@ def test_an_uneven_load_of_experts_slows_their_layer() -> None:
 
 def test_sums_of_gradients_in_blocks_are_kernels_that_the_host_starts() -> None:
     """Blocks of 2**18 elements: as many kernels as the layer's weights have blocks, in bf16 and not in fp32."""
-    plain, blocks = Software(), software_of("cpu")
+    plain, blocks = Software(), software_of(load_device("cpu"))
     for precision, more in (("bf16-mixed", True), ("32-true", False), ("bf16-true", False)):
         sizes = Sizes(replace(job(devices=1), precision=precision))
         one, other = (layer_work(sizes, each, False).backward.kernels for each in (plain, blocks))
@@ -172,11 +173,26 @@ def test_sums_of_gradients_in_blocks_are_kernels_that_the_host_starts() -> None:
         assert other - one == pytest.approx(weights / 2**18 if more else 0)
 
 
-@pytest.mark.parametrize(("software", "measured"), [(EAGER, 30_323), (COMPILED, 35_417)])
-def test_our_own_steps_on_an_h100(software: Software, measured: int) -> None:
-    """LLaMA 3.2 1B in benchmarks/peers_llama3.2-1b_h100_202611.md, which no constant was fitted to, within a tenth."""
-    planned = PlannedJob(preset("llama3.2-1b"), ParallelLayout().resolve(1), 2048, 1, 4)
-    assert time_of(planned, H100, software).tokens_per_second == pytest.approx(measured, rel=0.1)
+@pytest.mark.parametrize(
+    ("model", "layers", "seq", "software", "measured"),
+    [
+        ("llama3.2-1b", 16, 8192, EAGER, 45_119),
+        ("llama3.2-1b", 16, 8192, COMPILED, 51_869),
+        ("mixtral-8x7b", 1, 4096, EAGER, 105_545),
+    ],
+)
+def test_our_own_steps_on_an_h200(model: str, layers: int, seq: int, software: Software, measured: int) -> None:
+    """Those of benchmarks/device_step_h200_202611.md, which no constant was fitted to, within a tenth."""
+    planned = PlannedJob(preset(model).replace(num_layers=layers), ParallelLayout().resolve(1), seq, 1, 8)
+    assert time_of(planned, load_device("h200"), software).tokens_per_second == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "seq", "measured"), [("llama3.2-1b", 16, 8192, 32_122), ("mixtral-8x7b", 1, 4096, 31_384)]
+)
+def test_memory_of_our_own_steps_on_an_h200(model: str, layers: int, seq: int, measured: int) -> None:
+    planned = PlannedJob(preset(model).replace(num_layers=layers), ParallelLayout().resolve(1), seq, 1, 8)
+    assert plan_of(planned, None, load_device("h200")).memory.peak / 2**20 == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("model", MODELS)
