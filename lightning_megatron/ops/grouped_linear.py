@@ -103,7 +103,8 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.kernels, ctx.find_sum = counts, kernels, find_sum
-        return kernels.multiply(x, weight.transpose(1, 2), counts)
+        ctx.groups = kernels.groups(x, counts)
+        return kernels.multiply(x, weight.transpose(1, 2), ctx.groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -111,12 +112,12 @@ class _GroupedLinear(torch.autograd.Function):
         counts, grad, dx = ctx.counts, grad.contiguous(), None
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         if needs_dx:
-            dx = ctx.kernels.multiply(grad, weight, counts)
+            dx = ctx.kernels.multiply(grad, weight, ctx.groups)
         if not needs_dw:
             return dx, None, None, None, None
         place = None if ctx.find_sum is None else ctx.find_sum()
         if place is None:
-            return dx, ctx.kernels.weight_gradients(grad, x, weight, counts), None, None, None
+            return dx, ctx.kernels.weight_gradients(grad, x, weight, ctx.groups), None, None, None
         _add_weight_gradients(place.grad.view_as(weight), grad, x, counts, place.is_new)
         return dx, None, None, None, None
 
@@ -173,22 +174,31 @@ class _Kernels(NamedTuple):
     """Products of all groups.
 
     Attributes:
+        groups: function of the rows and the number of rows of each group that gives what the other two know groups by.
         multiply: ``[n, k]`` and ``[G, k, m]`` to ``[n, m]``, the rows of each group times its matrix.
         weight_gradients: see :func:`_weight_gradients`.
     """
 
-    multiply: Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-    weight_gradients: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+    groups: Callable[[Tensor, Sequence[int]], Any]
+    multiply: Callable[[Tensor, Tensor, Any], Tensor]
+    weight_gradients: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def _ends(x: Tensor, counts: Sequence[int]) -> Tensor:
-    return torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x.device)
+    """Row behind the last one of each group; the host does not wait for the copy."""
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, pin_memory=x.is_cuda)
+    return ends.to(x.device, non_blocking=True)
 
 
-_ONE_BY_ONE = _Kernels(lambda x, factors, counts: _multiply(x, factors.unbind(), counts), _weight_gradients)
+_ONE_BY_ONE = _Kernels(
+    lambda x, counts: counts,
+    lambda x, factors, counts: _multiply(x, factors.unbind(), counts),
+    _weight_gradients,
+)
 _AT_ONCE = _Kernels(
-    lambda x, factors, counts: F.grouped_mm(x, factors, offs=_ends(x, counts)),
-    lambda grad, x, weight, counts: F.grouped_mm(grad.t(), x, offs=_ends(x, counts)),
+    _ends,
+    lambda x, factors, ends: F.grouped_mm(x, factors, offs=ends),
+    lambda grad, x, weight, ends: F.grouped_mm(grad.t(), x, offs=ends),
 )
 
 
