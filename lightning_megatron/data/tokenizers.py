@@ -103,6 +103,10 @@ class SentencePieceTokenizer(_Base):
         return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
 
 
+_LARGEST_ID = 1 << 24
+"""The ``tokenizers`` library allocates a place for each smaller id when it writes a model."""
+
+
 class FastTokenizer(_Base):
     """Tokenizer of the ``tokenizers`` library that ``file`` describes."""
 
@@ -113,6 +117,8 @@ class FastTokenizer(_Base):
         self._model = backend.model
         self._special_in_text = special_in_text
         ids = [*self.vocabulary().values(), *self.encode("")]  # tokens around a text may have other ids
+        if max(ids, default=0) > _LARGEST_ID:
+            raise DataError.at(file, f"has token id {max(ids)}; the largest that can be written is {_LARGEST_ID}")
         super().__init__(max(ids, default=-1) + 1, **special)
 
     def encode(self, text: str) -> list[int]:

@@ -110,8 +110,8 @@ class MegatronModule(LightningModule):
         opened = open_checkpoint(checkpoint_path, check="sizes")
         meta = opened.meta
         base = pretrained.path_of_base(checkpoint_path, meta, kwargs.pop("base", None))
-        module = checkpointing.build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
         pretrained.refuse_unfilled_checkpoint(opened)
+        module = checkpointing.build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
         strict = module.strict_loading if strict is None else strict
         module._load(pretrained.PendingWeights.of(checkpoint_path, strict, meta, base))
         return module.to(device)

@@ -16,7 +16,7 @@ from lightning_megatron.data.fingerprint import Fingerprint, fingerprint_problem
 from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.errors import DataError, Problem
 from lightning_megatron.files import PathLike
-from lightning_megatron.lightning.pretrained.config_check import saved_config
+from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint, saved_config
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 
 _PADDING = 2048
@@ -42,7 +42,9 @@ class TrainedTokenizer:
         """Read a Hugging Face directory, or a checkpoint: its data module's state, or the directory it started from."""
         if is_hf_directory(path):
             return cls.of_settings(read_settings(path), hf_config(path).vocab_size)
-        meta = open_checkpoint(path, check="sizes").meta
+        opened = open_checkpoint(path, check="sizes")
+        refuse_unfilled_checkpoint(opened)
+        meta = opened.meta
         config = saved_config(meta)
         size = None if config is None else config.vocab_size
         states = (state for state in meta.values() if isinstance(state, Mapping))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from lightning_megatron import (
     RowParallelLinear,
 )
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, record
 from lightning_megatron.device import CPU
 from lightning_megatron.lightning.modules.load_module import load_module, read_checkpoint
+from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 from tests.tiny import tiny_llama
 
@@ -273,3 +276,16 @@ def test_parallel_layers_of_a_users_own(ranks: Any, tmp_path: Path) -> None:
     for module in (Pair.load_from_checkpoint(path), load_module(path, Pair)):
         (found,) = quiet_trainer("auto").test(module, batches, verbose=False)
         assert found["test_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_model_far_larger_than_its_weights_is_not_built(saved: tuple[Path, float], tmp_path: Path) -> None:
+    folder = copytree(saved[0] / "whole.ckpt", tmp_path / "copy.ckpt")
+    meta = torch.load(folder / "meta.pt", weights_only=True)
+    meta["hyper_parameters"]["config"]["num_layers"] = 10**9
+    torch.save(meta, folder / "meta.pt")
+    manifest = Manifest.parse((folder / MANIFEST).read_text())
+    files = {**manifest.files, "meta.pt": record(folder / "meta.pt")}
+    (folder / MANIFEST).write_text(Manifest(manifest.layout, files, manifest.torch).render())
+    for read in (WithHead.load_from_checkpoint, TrainedTokenizer.of_weights):
+        with pytest.raises(CheckpointError, match=r"meta.pt describes 1000000000 layers of 32 features"):
+            read(folder)

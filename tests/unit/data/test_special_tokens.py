@@ -87,3 +87,14 @@ def test_settings_that_are_none_are_named(tmp_path: Path) -> None:
     folder_of(tmp_path, {"added_tokens_decoder": {"a": 3}})
     with pytest.raises(DataError, match=r"tokenizer_config.json: not the settings of a tokenizer \(invalid literal"):
         HuggingFaceTokenizer(tmp_path)
+
+
+def test_ids_that_the_library_cannot_write_are_refused(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 3_000_000_000, "<unk>": 1}, "unk_token": "<unk>"}
+    content = json.loads((folder_of(tmp_path, {}) / "tokenizer.json").read_text()) | {
+        "model": model,
+        "added_tokens": [],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"tokenizer.json: has token id 3000000000; the largest"):
+        HuggingFaceTokenizer(tmp_path)
