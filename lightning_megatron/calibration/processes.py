@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.calibration.kernels import DTYPES
-from lightning_megatron.device import KINDS, DeviceKind, best_available, device_count, kind_of, total_memory_bytes
+from lightning_megatron.device import (
+    KINDS,
+    DeviceKind,
+    adds_products,
+    best_available,
+    device_count,
+    kind_of,
+    total_memory_bytes,
+)
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency, Link, device_names, load_device
 
@@ -116,7 +124,7 @@ def device_spec(found: Sequence[Found], memory: int, kind: DeviceKind) -> Device
         link_efficiency=1.0,
         kernel_seconds=statistics.median(each["kernel"] for each in found),
         asynchronous=kind is not KINDS["cpu"],
-        adds_products=kind.adds_products,
+        adds_products=adds_products(kind.type),
         sources=(
             "flops: the fastest matrix product; efficiency, memory_bandwidth, kernel_seconds: measured",
             "within_node: all-gather and reduce-scatter, measured" if links else f"within_node: as of {base.name}",

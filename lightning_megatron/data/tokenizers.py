@@ -104,7 +104,7 @@ class SentencePieceTokenizer(_Base):
 
 
 _LARGEST_ID = 1 << 24
-"""The ``tokenizers`` library allocates a place for each smaller id when it writes a model."""
+"""Our limit: the ``tokenizers`` library allocates a place for each smaller id when it writes a model."""
 
 
 class FastTokenizer(_Base):

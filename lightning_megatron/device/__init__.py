@@ -5,6 +5,7 @@ Environment variables about devices are read and set only here.
 
 from lightning_megatron.device.arithmetic import (
     Fp8Arithmetic,
+    adds_products,
     fp8_arithmetic,
     has_bf16_arithmetic,
     mkl_is_slow,
@@ -87,6 +88,7 @@ __all__ = [
     "DeviceKind",
     "Fp8Arithmetic",
     "SoftwareCounters",
+    "adds_products",
     "allowed_modules",
     "as_result",
     "barrier_device_ids",

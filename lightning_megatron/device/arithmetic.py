@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.device.cards import device_name
-from lightning_megatron.device.kinds import CPU, kind_of
+from lightning_megatron.device.kinds import CPU, CUDA, kind_of
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -49,6 +49,14 @@ def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | 
     if device.type != CPU.type:
         return True
     return _CPU_MULTIPLIES_BF16 if capabilities is None else _multiplies_bf16(capabilities)
+
+
+_ADDS_WIDER = "dtype_out" in torch.ops.aten.addmm.overloads()  # read at import, as above
+
+
+def adds_products(device_type: str) -> bool:
+    """True if one kernel adds a product of 16-bit matrices to an fp32 sum: on CUDA, from torch 2.8 on."""
+    return device_type == CUDA.type and _ADDS_WIDER
 
 
 def _cpu_vendor() -> str:

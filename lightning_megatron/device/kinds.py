@@ -28,7 +28,6 @@ class DeviceKind:
         supports_sync_batchnorm: True if torch's ``SyncBatchNorm`` works.
         peak_bf16_flops: matmul FLOP/s of one device by (part of) its marketing name, for MFU; vendor data sheets.
         compiles_shapes: True if the device's software compiles its kernels again for every new shape.
-        adds_products: True if one kernel adds a 16-bit product to an fp32 sum.
     """
 
     type: str
@@ -38,7 +37,6 @@ class DeviceKind:
     supports_sync_batchnorm: bool
     peak_bf16_flops: Mapping[str, float]
     compiles_shapes: bool = field(default=False, kw_only=True)
-    adds_products: bool = field(default=False, kw_only=True)
 
 
 CPU = DeviceKind("cpu", "gloo", False, True, False, {})
@@ -49,7 +47,6 @@ CUDA = DeviceKind(
     True,
     True,
     {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12},
-    adds_products=True,
 )
 HPU = DeviceKind("hpu", "hccl", True, False, False, {"GAUDI2": 432e12, "GAUDI3": 1835e12}, compiles_shapes=True)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
-from lightning_megatron.device import cache_bytes
+from lightning_megatron.device import adds_products, cache_bytes
 from lightning_megatron.ops.matmul import product, upcasts
 from lightning_megatron.weight_grad_store import GradPlace
 
@@ -43,14 +43,10 @@ def add_product_(place: GradPlace, a: Tensor, b: Tensor) -> None:
         a, b, upcast = a.to(total.dtype), b.to(total.dtype), False
     if a.dtype == total.dtype and not upcast:
         total.addmm_(a, b, beta=beta)
-    elif total.is_cuda and total.dtype == torch.float32 and _ADDS_WIDER:
+    elif total.dtype == torch.float32 and adds_products(total.device.type):
         torch.addmm(total, a, b, beta=beta, out_dtype=total.dtype, out=total)
     else:
         add_(place, product(a, b))
-
-
-_ADDS_WIDER = "dtype_out" in torch.ops.aten.addmm.overloads()
-"""True if torch adds 16-bit products to fp32 sums in one CUDA kernel: from 2.8 on."""
 
 
 def add_rows_(place: GradPlace, rows: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ from lightning_megatron.optim.buffers.slot import Slot
 _BLOCK = 1 << 18
 """Elements; 65,536 to 262,144 took equal times, 16,384 a third more (``benchmarks/profile_step_cpu_202611.md``)."""
 _DEVICE_BLOCK = 1 << 24
-"""Elements on an accelerator: few kernels, whose results, up to 7 bytes an element, are small beside the model."""
+"""Elements on an accelerator: few kernels, whose results, up to 9 bytes an element, are small beside the model."""
 
 
 def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:

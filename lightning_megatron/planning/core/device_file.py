@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -180,24 +180,22 @@ def read_device(path: str | Path) -> DeviceSpec:
     except (OSError, ValueError) as error:
         raise_if_any([Problem("device", str(path), f"cannot be read as a device file: {error}")])
     known = {each.name for each in fields(DeviceSpec)}
-    optional = {"link_efficiency", "kernel_seconds", "step_seconds", "asynchronous", "adds_products", "sources"}
     found = [
         Problem(f"device file: {name}", given[name], "no such field", nearest_names(name, sorted(known)))
         for name in given
         if name not in known
     ]
-    missing = sorted(known - optional - set(given))
+    missing = sorted(each.name for each in fields(DeviceSpec) if each.default is MISSING and each.name not in given)
     raise_if_any(found + [Problem(f"device file: {name}", None, f"{path} has none") for name in missing])
     return DeviceSpec(**_parts(given))
 
 
 def _parts(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a device, with nested objects converted to :class:`Link` and :class:`Efficiency`."""
-    made = dict(given)
+    made = {**given, "sources": tuple(given.get("sources", ()))}
     try:
         made["within_node"], made["between_nodes"] = Link(**given["within_node"]), Link(**given["between_nodes"])
         made["efficiency"] = {dtype: Efficiency(**each) for dtype, each in given["efficiency"].items()}
     except TypeError as error:
         raise_if_any([Problem("device file", given.get("name"), str(error))])
-    made["sources"] = tuple(given.get("sources", ()))
     return made

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import nn
 
+from lightning_megatron.device import adds_products
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import adamw_torch
@@ -81,3 +83,8 @@ def test_every_module_of_a_model_has_the_choice_of_the_table() -> None:
     found = {each["op"]: each["chosen"] for choices in choices_of(model).values() for each in choices}
     assert found == {name: chosen for name, chosen in CUDA.items() if name in found}
     assert {"attention", "rms_norm", "rope", "grouped_linear"} <= found.keys()
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", False), ("hpu", False), ("cuda", True)])
+def test_one_kernel_adds_a_narrow_product_to_a_wide_sum_on_cuda_since_torch_2_8(device: str, expected: bool) -> None:
+    assert adds_products(device) is (expected and Version(torch.__version__) >= Version("2.8"))

@@ -89,7 +89,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("device", "block"), [("cpu", 1 << 18), ("meta", 1 << 24)])
 def test_values_are_compared_in_blocks_on_accelerators_too(device: str, block: int) -> None:
-    """A comparison at once would take 7 bytes more for each of a rank's parameters."""
+    """A comparison at once takes up to 9 bytes more for each parameter of a bucket."""
     values, kept = (torch.zeros(2 * block + 3, dtype=dtype, device=device) for dtype in (BF16, torch.float32))
     with Largest() as seen:
         _copy_unequal(values, kept)
