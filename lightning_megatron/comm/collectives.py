@@ -138,7 +138,6 @@ def start_reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis) -> Pending:
     Args:
         out: ``[n, ...]``; may be this rank's own piece of ``x``.
         x: ``[R n, ...]``, contiguous; must not change before ``wait``.
-        axis: the ranks.
     """
     if not collective_traits(x.device).copies_pieces:
         return _start(Kind.REDUCE_SCATTER, axis, out, _reduce_scatter_single, out, x)
@@ -340,7 +339,6 @@ def all_to_all(
 
     Args:
         x: ``[n, ...]``, split along its first dimension.
-        axis: the ranks.
         input_splits: number of rows for each rank, possibly 0; ``None`` for equal pieces.
         output_splits: number of rows from each rank (the entry for this rank in the other's ``input_splits``); ``None``
             for equal pieces.

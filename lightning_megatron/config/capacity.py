@@ -47,7 +47,6 @@ def padded_rows(config: MoEConfig, tokens: int, imbalance: float = 1.0) -> int |
     """Rows to which every expert is padded for the tokens of one rank; ``None`` without padding.
 
     Args:
-        config: configuration of the experts.
         tokens: tokens of one rank.
         imbalance: tokens of the fullest expert over the mean.
     """

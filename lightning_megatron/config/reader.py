@@ -67,7 +67,6 @@ class ConfigReader:
         """A field, or the other program's default if it is left out.
 
         Args:
-            name: its name.
             default: the other program's default; the field must be of the same type. ``None`` allows any.
             null: True if null in the file stands for the default too.
         """

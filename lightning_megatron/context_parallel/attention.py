@@ -34,7 +34,6 @@ class ContextAttention(Protocol):
         causal: True if a token sees only the tokens before it and itself.
         dropout: probability of dropping an attention weight.
         key_mask: ``[B, S]``, True for keys that are seen, equal on all ranks; ``None`` for all.
-        rule: rule of the scores.
         sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
         documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
 

@@ -57,7 +57,6 @@ def memory_of_device(device: torch.device, *, is_taken: bool) -> int | None:
     """Memory of a device; ``None`` for a CPU, whose processes share it.
 
     Args:
-        device: device.
         is_taken: True if this process has taken its card. Querying a Gaudi takes it, so one not taken is not asked.
     """
     if device.type == CPU.type or (device.type == HPU.type and not is_taken):

@@ -31,7 +31,6 @@ def continuations(
         ranks: the ranks; all of them call this with the same prompts.
         prompts: tokens of the prompts; none may be empty.
         count: maximum number of tokens to add.
-        sampling: choice of the tokens.
         ends: function that tells whether a continuation is complete.
     """
     caching = ranks.mesh.layout.pp == ranks.mesh.layout.cp == 1

@@ -35,7 +35,6 @@ class MegatronLM(TemplateLM):
 
     Args:
         ranks: the ranks.
-        tokenizer: tokenizer of the model.
         max_length: tokens that the model sees at once.
 
     Raises:
@@ -169,7 +168,6 @@ def task_results(
 
     Args:
         ranks: the ranks; all of them call this alike.
-        tokenizer: tokenizer of the model.
         max_length: tokens that the model sees at once.
         tasks: names of the tasks.
         path: directory with further tasks; ``None`` for none.

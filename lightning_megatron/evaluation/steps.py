@@ -18,7 +18,6 @@ def scores(module: GPTModule, batch: Batch) -> dict[str, Tensor]:
     """Losses ``[B, S]`` of ``labels``, and True for labels that are the likeliest token; 0 and True without a label.
 
     Args:
-        module: the module.
         batch: ``tokens`` and ``labels`` ``[B, S]``; few labels, since their full logits are computed.
     """
     labels = batch["labels"]
@@ -38,7 +37,6 @@ def next_logits(module: GPTModule, batch: Batch) -> Tensor:
     """Logits ``[B, V]``, fp32, of the token after the last one of each sample.
 
     Args:
-        module: the module.
         batch: ``tokens`` ``[B, S]``, padded at the end, and ``lengths`` ``[B]``.
     """
     hidden = module.hidden(batch)

@@ -50,7 +50,6 @@ def family_for(config: TransformerConfig, source: str | None = None) -> tuple[Fa
     """The family that one of our models is exported as, and the contents of its ``config.json``.
 
     Args:
-        config: configuration of the model.
         source: ``model_type`` of the directory that the model was imported from; its family is tried first.
 
     Raises:

@@ -37,7 +37,6 @@ def gemma_from_hf(
     """Fields of Gemma 2 and 3.
 
     Args:
-        reader: reader of ``config.json``.
         has_window: function of a layer's number that returns True if it has a window, for files that do not say.
         angles: function that reads the rotary embedding.
     """

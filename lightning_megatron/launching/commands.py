@@ -48,7 +48,6 @@ def mpirun_words(job: TrainingJob, hosts: Sequence[Host], hostsfile: str | None)
     It passes SIGUSR1 on to them; after SIGTERM it would kill them within a second.
 
     Args:
-        job: the job.
         hosts: machines of the job.
         hostsfile: path of the file with these machines; ``None`` for this machine alone.
     """

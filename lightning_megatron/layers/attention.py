@@ -72,12 +72,9 @@ class HeadAttention(nn.Module):
     with the layout's ``cp_comm_type``.
 
     Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
         layer: number of the layer, by which layers may differ.
         causal: True if a position sees only the positions before it and itself.
         recompute: plan of activation recomputation, for core attention.
-        ops: implementations of the ops.
 
     Raises:
         ConfigError: if the groups do not split over the tensor-parallel ranks, or the remaining heads do not split over
@@ -235,7 +232,6 @@ class SelfAttention(HeadAttention):
         """``[S, B, H] -> [S, B, H]``, or shards of it.
 
         Args:
-            x: input.
             rotary: cosines and sines of the positions, or ``None``.
             cache: keys and values of earlier tokens; this call appends to them.
             key_mask: ``[B, T]`` of the whole sequence, True for the keys that are seen; ``None`` for all.

@@ -28,12 +28,9 @@ class CrossAttention(nn.Module):
     Keys and values come from one matrix, fused per head: ``[N, 2, D]`` rows, so that a rank's shard is a plain slice.
 
     Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
         layer: number of the layer, by which layers may differ.
         sequence_parallel: True if both inputs and the output are sequence shards.
         recompute: plan of activation recomputation, for core attention.
-        ops: implementations of the ops.
     """
 
     def __init__(

@@ -81,7 +81,6 @@ class LatentAttention(HeadAttention):
         """``[S, B, H] -> [S, B, H]``, or shards of it.
 
         Args:
-            x: input.
             rotary: cosines and sines of the positions.
             cache: latents and turned keys of earlier tokens; this call appends to them.
             key_mask: ``[B, T]`` of the whole sequence, True for the keys that are seen; ``None`` for all.

@@ -15,8 +15,6 @@ class MLP(nn.Module):
     Args:
         hidden_size: features ``H``.
         ffn_hidden_size: features ``F`` between the two layers.
-        mesh: mesh of the ranks.
-        activation: function between the two layers.
         bias: True if the two layers have biases.
         sequence_parallel: True if input and output are sequence shards.
         init_std: standard deviation of ``fc1``'s initial weight.

@@ -23,7 +23,6 @@ class RMSNorm(nn.Module):
         eps: constant added to the mean square.
         zero_centered: True to multiply by ``1 + weight``.
         sequence_parallel: True if tensor-parallel ranks norm different tokens or heads, whose gradients are summed.
-        ops: implementations of the ops.
         dtype: dtype of the weight.
         device: device of the weight.
     """

@@ -19,7 +19,6 @@ class WholeLinear(nn.Module):
     Args:
         in_features: features of the input.
         out_features: features of the output.
-        mesh: mesh of the ranks.
         sequence_parallel: True if the input is a sequence shard; gradients of the weights are then summed over tp.
         init_std: standard deviation of the initial weight.
         bias: True to add a bias.

@@ -119,7 +119,6 @@ def continued(logits_of: Callable[[Tensor], Tensor], tokens: Tensor, count: int,
         logits_of: function that takes the new tokens and returns the logits ``[B, 1, V]`` after the last one.
         tokens: texts.
         count: tokens to add at most.
-        sampling: choice of the tokens.
     """
     generator = torch.Generator(device=tokens.device)
     generator.manual_seed(draw_seed() if sampling.seed is None else sampling.seed)

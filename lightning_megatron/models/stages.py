@@ -38,12 +38,9 @@ class StagedModel(nn.Module):
     stages of this rank, and a call runs the stage that the boundary names.
 
     Args:
-        config: shape of the model.
         mesh: mesh of the ranks; ``None`` for one process.
         parts: stages on this rank; ``None`` for a model in one piece.
         boundary: boundary of the pipeline's stages; needed with ``parts``.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
 
     Attributes:
         embedding: first part; ``None`` on a rank that does not need it.

@@ -41,12 +41,8 @@ class Block(CompilablePart):
     """One transformer block: norms before attention and the feed-forward layer, and where configured after them.
 
     Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
         layer: number of the layer, since layers may differ.
         sequence_parallel: True if the residual stream is a sequence shard.
-        recompute: plan of activation recomputation.
-        ops: implementations of the ops.
     """
 
     def __init__(
@@ -148,11 +144,8 @@ class Embedding(CompilablePart):
     """Token embedding, the norm behind it in models that have one, and position embeddings where they are learned.
 
     Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
         sequence_parallel: True to return a sequence shard.
         only_for_head: True for the last stage's copy of the token embedding, which only the head uses.
-        ops: implementations of the ops.
     """
 
     scale: Tensor | None
@@ -218,10 +211,7 @@ class Head(CompilablePart):
     """Final norm and output layer; in a model with tied embeddings the output weight is the embedding's.
 
     Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
         sequence_parallel: True if the input is a sequence shard.
-        ops: implementations of the ops.
 
     Attributes:
         lora: adapters of the output layer; ``None`` without.

@@ -74,7 +74,6 @@ class CapacityBins(nn.Module):
     """Bins of one layer, equal on all ranks and kept in checkpoints.
 
     Args:
-        config: configuration of the experts.
         mesh: mesh of the ranks; those of its ``etp x ep`` axis use one capacity.
 
     Attributes:

@@ -31,11 +31,9 @@ class MoELayer(nn.Module):
 
     Args:
         config: shape of the model and its experts.
-        mesh: mesh of the ranks.
         sequence_parallel: True if input and output are sequence shards; required with ``tp > 1``, since each token is
             routed once.
         recompute: True to keep only tokens and routing, and compute the experts again in the backward.
-        ops: implementations of the ops.
 
     Raises:
         ConfigError: if experts or features do not split over the ranks, or tp ranks hold the same tokens.
@@ -86,7 +84,6 @@ class MoELayer(nn.Module):
         """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none).
 
         Args:
-            x: input.
             present: bool ``[S, B]``, False for padding, which visits no routed expert; ``None`` for none.
         """
         experts, weights, aux_loss = self.router(x, present)

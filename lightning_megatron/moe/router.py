@@ -43,7 +43,6 @@ class Router(nn.Module):
 
     Args:
         hidden_size: features ``H`` of a token.
-        config: configuration of the experts.
         mesh: mesh of the ranks; those of its tp and cp axes share the tokens of a sequence.
         sequence_parallel: True if the input is a sequence shard.
         init_std: standard deviation of the initial weight.

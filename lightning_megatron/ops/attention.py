@@ -80,7 +80,6 @@ def attention(
         dropout: probability of dropping an attention weight.
         first_query: position of the first query among the keys (decoding with a cache).
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. If a query sees none, all weigh the same.
-        rule: rule of the scores.
         sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
         bias: ``[1 or B, N, S, T]``, added to the scores once they are scaled and capped; ``None`` for none.
 

@@ -61,7 +61,6 @@ def attention_forward(
         v: ``[T, B, G, V]``.
         causal: True if a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
         first_query: position of the first query among the keys, at least 0; these keys may all precede it.
-        rule: rule of the scores.
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
         block_bytes: approximate limit for the scores of one block.
     """
@@ -113,7 +112,6 @@ def attention_backward(
         delta: ``[S, B, N]`` fp32, the inner product of output and gradient (:func:`row_dot`).
         causal: True if a query sees only keys up to its own position.
         first_query: position of the first query among the keys.
-        rule: rule of the scores.
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
         block_bytes: approximate limit for the scores of one block.
 

@@ -109,7 +109,6 @@ def mixture_of_experts(
         weights: ``[T, k]`` fp32.
         fc1: ``[n, F, H]``, or ``[n, 2, F, H]`` for a gated activation.
         fc2: ``[n, H, F]``.
-        activation: function between the two layers.
         first: id of the first expert of this rank.
         biases: biases of both layers; ``None`` for none.
 

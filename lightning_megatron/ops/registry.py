@@ -153,7 +153,6 @@ class Ops:
         """Modes that a model or a layout does not support.
 
         Args:
-            layout: layout of the job.
             model: shape of the model.
             dtype: dtype in which the model computes; ``None`` if it is not known.
         """

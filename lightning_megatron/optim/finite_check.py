@@ -72,7 +72,6 @@ class FiniteCheck:
     Args:
         sharded: the optimizer.
         named_params: all parameters of this rank, trained or not, by name and in order of definition.
-        mesh: this rank's mesh.
     """
 
     def __init__(self, sharded: ShardedOptimizer, named_params: Mapping[str, nn.Parameter], mesh: ParallelMesh) -> None:

@@ -148,7 +148,6 @@ class MegatronLR(LambdaLR):
     twice the rate, a group with ``weight_decay=0`` is never decayed.
 
     Args:
-        optimizer: the user's optimizer.
         lr: learning-rate schedule.
         wd: weight-decay schedule; ``None`` for a constant weight decay.
         step_size: units of the schedules in one optimizer step (the global batch size, if the unit is samples).

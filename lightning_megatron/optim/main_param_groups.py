@@ -20,7 +20,6 @@ class MainParamGroups:
     a CPU may use torch's fused kernel.
 
     Args:
-        optimizer: the user's optimizer.
         mains: function that returns the main parameters of each group, called at every step.
         before: function called before a step.
         after: function called after a step.

@@ -75,7 +75,6 @@ def optimizer_problems(
     """Reasons why the groups of ``optimizer`` are not those of a new optimizer over the model's parameters.
 
     Args:
-        optimizer: the user's optimizer.
         named_params: name, parameter and spec of every parameter of the model.
         keeps_state: True if its present state belongs to the tensors that it will update.
     """
@@ -125,10 +124,7 @@ def assign(
     """Sort the parameters that ``optimizer`` trains into buffers, in order of definition.
 
     Args:
-        optimizer: the user's optimizer.
         named_params: name, parameter and spec of every parameter of the model.
-        mesh: this rank's mesh.
-        config: the optimizer's switches.
         reduce_late: names of parameters whose gradients still change after backward.
         assigned: identities of the parameters that are in a buffer already.
 

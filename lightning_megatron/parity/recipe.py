@@ -63,7 +63,6 @@ def twin_recipe(recipe: Mapping[str, Any], job: PlannedJob, folder: Path, layout
     """Recipe of the small twin, which reads its tokens from ``folder``.
 
     Args:
-        recipe: contents of the recipe.
         job: the job that it describes.
         folder: folder of the data.
         layout: layout of the twin, resolved.
@@ -121,7 +120,6 @@ def in_layout(
     """The recipe in another layout, for a few steps without checkpoints.
 
     Args:
-        recipe: contents of the recipe.
         own: layout that it is written for.
         layout: layout to run; both resolved.
         settings: settings of both runs.

@@ -25,7 +25,6 @@ def run(recipe: Mapping[str, Any], folder: Path, seconds: float) -> list[Step]:
     """Train by a recipe, and return the steps.
 
     Args:
-        recipe: contents of the recipe.
         folder: folder for its files, which is made.
         seconds: time limit.
 

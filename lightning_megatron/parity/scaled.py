@@ -28,7 +28,6 @@ def on_cpu(recipe: Mapping[str, Any], job: PlannedJob, folder: Path, most: int =
     """The small twin of a recipe, for a CPU.
 
     Args:
-        recipe: contents of the recipe.
         job: the job that it describes.
         folder: folder of the run, where its tokens will be.
         most: largest number of processes.

@@ -44,7 +44,6 @@ def held_by_stages(own: Held, mesh: ParallelMesh) -> list[Held]:
 
     Args:
         own: parameters of this rank. Ranks that differ only in tp, cp or dp hold the same names.
-        mesh: mesh of this rank.
     """
     if mesh.rehearsed is not None:
         return list(mesh.rehearsed.held)

@@ -40,7 +40,6 @@ def plan_of(job: PlannedJob, limit: int | None, device: DeviceSpec | None = None
     """Predict memory and, on a known device, time of a job.
 
     Args:
-        job: the job.
         limit: bytes that tensors of a rank may take; ``None`` for no limit.
         device: device that it runs on; ``None`` for an unknown accelerator.
         timed: False to predict memory only.

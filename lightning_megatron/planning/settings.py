@@ -54,7 +54,6 @@ def job_of(config: TransformerConfig, feed: Feed, arguments: Mapping[str, Any], 
     """The job of a strategy with these arguments.
 
     Args:
-        config: shape of the model.
         feed: samples and devices.
         arguments: arguments of ``MegatronStrategy``; those that change neither memory nor time are ignored.
         **other: further fields of the planned job, such as ``attention``.

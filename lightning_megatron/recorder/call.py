@@ -24,7 +24,6 @@ class Call:
 
     Args:
         action_log: log to write to; ``None`` if this rank records no actions.
-        kind: kind of the action.
         name: name of the group.
         group: number of the group in the file.
         value: tensor to communicate, of which only the size in bytes is recorded.

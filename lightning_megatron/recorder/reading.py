@@ -143,7 +143,6 @@ def read_run(folder: Path, live: bool = True) -> list[RankView]:
     """Read all ranks of a run; the result includes those that never came.
 
     Args:
-        folder: folder of the run.
         live: True to ask the system about processes on this host; False to use only the files.
     """
     found = [int(path.stem) for path in _rank_files(folder) if path.stem.isdigit()]

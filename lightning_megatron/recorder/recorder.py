@@ -90,7 +90,6 @@ class ActionLog:
         """Record the begin of an action.
 
         Args:
-            kind: kind of the action.
             group: number of the group of a collective; 0 for none.
             size: bytes to communicate.
             peer: source or destination rank of a message.
@@ -315,7 +314,6 @@ def note_process_state(folder: Path, rank: int, what: int, status: int) -> None:
     """Write the state of another rank's process into its file; later calls change nothing.
 
     Args:
-        folder: folder of the run.
         rank: the other rank.
         what: value of a :class:`~lightning_megatron.recorder.process.ProcessState`.
         status: exit status of the process, negative for a signal.

@@ -114,11 +114,7 @@ def axes_by_number(mesh: ParallelMesh) -> dict[int, Axis]:
 
 
 class RunningPlace:
-    """Cause of bytes that are allocated now, and name of the current moment.
-
-    Args:
-        log: log of the rank's actions.
-    """
+    """Cause of bytes that are allocated now, and name of the current moment."""
 
     def __init__(self, log: PlaceLog) -> None:
         self._log = log

@@ -25,7 +25,6 @@ class StepMeasure(Callback):
     Args:
         tracker: bytes of all tensors.
         place: place of the program.
-        log: log of the rank's actions.
         first: number of the first step that counts for the peak.
 
     Attributes:

@@ -33,7 +33,6 @@ class RoutedValues(KnownValues):
 
     Args:
         place: place of the program.
-        log: log of the rank's actions.
         imbalance: choices of this rank's experts over the mean of all ranks.
 
     Attributes:

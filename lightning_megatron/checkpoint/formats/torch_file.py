@@ -72,7 +72,6 @@ class TorchFile:
     """Writes an object so that ``torch.load`` reads it, with tensors in the place of slots.
 
     Args:
-        path: the file.
         content: containers, plain values, tensors and slots; a slot in two places is one tensor.
 
     Attributes:

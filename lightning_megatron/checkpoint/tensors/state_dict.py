@@ -41,7 +41,6 @@ def model_state(tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh
         tensors: local parameters and buffers by global name (:func:`local_tensors`, or a callback's version of it);
             other values are saved once and replaced in the dictionary on load.
         specs: specs by the same names; a tensor without one is replicated on all ranks.
-        mesh: mesh of this rank.
 
     Raises:
         ValueError: if a tensor cannot be a local shard by its spec.
@@ -78,7 +77,6 @@ def optimizer_state(
     Args:
         index: number of the optimizer in the module.
         shards: this rank's shards, parameter by parameter.
-        mesh: mesh of this rank.
         param_groups: scalars of each group, and under ``"params"`` the global names of all its parameters on this
             stage (not only of those in this rank's shard).
         sharded: True if each rank of ``mesh.dp_cp`` holds a shard, False if each holds everything.

@@ -80,7 +80,6 @@ def with_link(device: DeviceSpec, links: list[str]) -> DeviceSpec:
     """A device with other bandwidths.
 
     Args:
-        device: device.
         links: texts such as ``between=50GB``.
 
     Raises:

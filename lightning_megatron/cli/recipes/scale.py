@@ -23,7 +23,6 @@ def scaled_recipe(files: Sequence[str], name: str, scale: str, environment: Mapp
 
     Args:
         files: files of the recipe.
-        name: its name.
         scale: value of ``--scale``: ``"cpu"`` or ``"cpu=N"``.
         environment: variables, of which one may name the output folder.
 

@@ -23,7 +23,6 @@ def decoder_from_hf(
     """Fields of a decoder of LLaMA's kind; biases are left to the family.
 
     Args:
-        reader: reader of ``config.json``.
         activations: gated activations of the family, the usual one first.
         activation_name: entry that names one of them.
         angles: function that reads the rotary embedding.

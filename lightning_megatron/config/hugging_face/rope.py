@@ -28,7 +28,6 @@ def rope_from_hf(reader: ConfigReader, usual: Mapping[str, Any] | None = None) -
     whole, base included, as in transformers.
 
     Args:
-        reader: reader of ``config.json``.
         usual: the family's scaling, for files without one.
     """
     scaling, parameters = (reader.get(name, {}, null=True) for name in ("rope_scaling", "rope_parameters"))

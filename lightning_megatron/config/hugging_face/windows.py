@@ -27,7 +27,6 @@ def layer_windows_from_hf(
     """Fields of windows where ``layer_types`` lists the kinds of layers.
 
     Args:
-        reader: reader of ``config.json``.
         layers: number of layers.
         window: window of the layers that have one; 0 for none.
         usual: function of a layer's number that returns True if it has one, for files without the list.

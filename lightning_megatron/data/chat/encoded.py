@@ -94,7 +94,6 @@ def encoded_chats(path: Path, encoder: ChatEncoder, cache_dir: Path | None, dige
     """Tokens of the conversations of a file; from the cache if file, template and tokenizer have not changed.
 
     Args:
-        path: the file.
         encoder: template and tokenizer.
         cache_dir: folder of the cache; ``None`` for one beside the file.
         digest: hash of the file.

@@ -112,8 +112,6 @@ def choose_runs(
     Args:
         words: positions of the tokens of each word.
         budget: number of tokens to choose.
-        rule: rule of the choice.
-        rng: random stream of the sample.
         most: maximum number of runs; ``None`` for any.
     """
     taken: set[int] = set()
@@ -141,8 +139,6 @@ def mask_tokens(
     Args:
         tokens: a sample with its special tokens, without padding.
         vocabulary: tokens that samples are made with.
-        rule: rule of the choice.
-        rng: random stream of the sample.
         target: target length of the sample.
     """
     seen, positions = tokens.copy(), []

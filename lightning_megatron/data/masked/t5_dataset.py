@@ -150,8 +150,6 @@ def corrupted(
     Args:
         text: tokens.
         vocabulary: tokens that samples are made with.
-        rule: rule of the choice.
-        rng: random stream of the sample.
         target: target length of the sample.
     """
     words = grouped(list(range(len(text))), vocabulary.continues[text] & rule.whole_words)

@@ -77,9 +77,7 @@ def save_trainer_checkpoint(
         path: the directory to make.
         checkpoint: Lightning's dictionary. Its ``state_dict`` is saved as the model, also if a callback has replaced
             it; optimizer state is read from the optimizers.
-        module: the user's module.
         optimizers: the distributed optimizers.
-        mesh: mesh of this rank.
         sharded: True if data-parallel ranks hold different shards of optimizer state.
         one_file: True to write the file of Lightning's one-device strategies in place of a directory.
         guard: checks of the checkpoint before it gets its name.
@@ -190,8 +188,6 @@ def load_model(
 
     Args:
         path: the directory, or the file; opened or not.
-        module: the user's module.
-        mesh: mesh of this rank.
         fits: True for a fit, which needs the state of optimizers, too.
         weights_only: the argument of ``torch.load``; ``None`` means True.
         check: extent of the comparison of files with the manifest.

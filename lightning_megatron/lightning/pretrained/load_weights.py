@@ -88,7 +88,6 @@ def load_weights(
     Args:
         module: a module whose model is built.
         path: a checkpoint directory, a single file of Lightning's, or another program's directory.
-        mesh: this rank's mesh.
         strict: True if names that only one side has are errors; they always are for another program's directory.
         check: extent to which files are compared with their manifest.
 

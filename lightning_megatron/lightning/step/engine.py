@@ -28,7 +28,6 @@ class StepEngine:
     """Runs a user's step methods, over micro-batches and pipeline stages where there are several.
 
     Args:
-        mesh: mesh of this rank.
         boundary: boundary of pipeline stages; ``None`` without a pipeline.
         schedule: name of the pipeline schedule.
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
@@ -85,7 +84,6 @@ class StepEngine:
         """Forward and backward of all micro-batches.
 
         Args:
-            module: the user's module.
             micro_batches: micro-batches of one batch.
             rest: arguments that Lightning passes to the step after the batch.
             scale: factor of each loss in the backward, on top of its micro-batch's share of the batch.

@@ -247,7 +247,6 @@ class OptimizerSet:
         """Finish a step that was taken or skipped.
 
         Args:
-            optimizer: the user's optimizer.
             is_last: True for the last step of an epoch, whose end hooks may read parameters.
             is_refused: True if the step gate has skipped the step.
         """

@@ -30,7 +30,6 @@ class _Work:
     """A step method on every micro-batch; implements ``pipeline.runtime.StageWork``.
 
     Args:
-        module: the user's module.
         step: step method of the module.
         micro_batches: pieces of the batch with their weights.
         rest: arguments that Lightning passes after the batch.

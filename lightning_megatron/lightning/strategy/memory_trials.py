@@ -33,12 +33,7 @@ class MemoryTrials:
         self._mesh: ParallelMesh | None = None
 
     def begin(self, trainer: Trainer | None, mesh: ParallelMesh) -> None:
-        """Begin a run.
-
-        Args:
-            trainer: Trainer of the run.
-            mesh: mesh of this rank.
-        """
+        """Begin a run."""
         callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
         searches = any(isinstance(callback, BatchSizeFinder) for callback in callbacks)
         self._trainer, self._mesh = trainer if searches else None, mesh

@@ -32,7 +32,6 @@ class EvaluationWatch(Callback):
     Replicas that share no experts may have different numbers. ``MegatronStrategy`` adds this as the first callback.
 
     Args:
-        mesh: mesh of this rank.
         timeout: timeout of the groups that are created for the checks.
         batches: watch over the batches, notified of the start and end of each.
     """

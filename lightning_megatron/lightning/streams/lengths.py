@@ -20,7 +20,6 @@ def gather_counts(mesh: ParallelMesh, counts: Sequence[float], loaders: Any) -> 
     """Gather the numbers of batches of all ranks, and True if all are certain. Every rank must call this.
 
     Args:
-        mesh: mesh of this rank.
         counts: numbers of batches, of each loader or of all together.
         loaders: a loader, or lists and mappings of loaders; a stream may end before its limit, or before its length.
     """

@@ -38,7 +38,6 @@ class TrainingWatch(Callback):
     ``MegatronStrategy`` adds this as the first callback. Any difference is a ``DataError`` on all ranks.
 
     Args:
-        mesh: mesh of this rank.
         batches: watch over the batches, notified of the start and end of each.
     """
 

@@ -67,8 +67,6 @@ class RelativeBias(nn.Module):
     """Score for each head and class of distances between query and key; all layers of a stack share it.
 
     Args:
-        config: shape of the model.
-        mesh: mesh of the ranks.
         both_sides: True in the encoder; False in the decoder, where keys after the query are hidden.
     """
 

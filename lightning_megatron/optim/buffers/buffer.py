@@ -33,7 +33,6 @@ class FlatBuffer:
     Args:
         owned: the parameters, in order of definition, all on one device.
         axis: the ranks that share gradients.
-        config: the optimizer's switches.
         mean_over: number of ranks over whose gradients the mean is taken; ``None`` for the size of ``axis``.
     """
 

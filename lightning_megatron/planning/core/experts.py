@@ -18,8 +18,6 @@ def expert_rows(config: TransformerConfig, layout: ParallelLayout, tokens: int, 
     """Rows that this rank's experts compute for one micro-batch; each rank also sends this number.
 
     Args:
-        config: shape of the model.
-        layout: layout of the job.
         tokens: tokens whose residual stream a rank holds.
         imbalance: tokens of the most loaded rank's experts over the mean.
     """

@@ -37,7 +37,6 @@ def gradient_seconds(
 
     Args:
         sizes: sizes of the rank.
-        device: the device.
         dense: parameters of the rank that all data-parallel ranks share.
         experts: parameters of its experts.
         beside: computation that hides it.

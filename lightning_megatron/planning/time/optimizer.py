@@ -73,7 +73,6 @@ def optimizer_seconds(sizes: Sizes, device: DeviceSpec, dense: float, experts: f
 
     Args:
         sizes: sizes of the rank.
-        device: the device.
         dense: parameters of the rank that all data-parallel ranks share.
         experts: parameters of its experts.
     """

@@ -44,7 +44,6 @@ def software_of(device: DeviceSpec, *, compiled: bool = False) -> Software:
     """This library on a device.
 
     Args:
-        device: the device.
         compiled: True with ``compile=True``: layers leave sums of gradients to autograd, which adds them whole.
     """
     if compiled:

@@ -103,7 +103,6 @@ def time_of(job: PlannedJob, device: DeviceSpec, software: Software | None = Non
     """Predict the time of one optimizer step, in less than a millisecond.
 
     Args:
-        job: the job.
         device: kind of device.
         software: properties of the kernels; ``None`` for those of this library in eager mode.
     """

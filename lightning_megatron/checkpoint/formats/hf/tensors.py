@@ -55,7 +55,6 @@ def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
 
     Args:
         data: rule of a matrix that one foreign tensor holds, or one per expert.
-        config: configuration of the model.
     """
     if data.kind in (QKV, COLUMNS_OF_QKV) and len(data.foreign) == 1:
         return fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
