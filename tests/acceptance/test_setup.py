@@ -271,7 +271,7 @@ def test_46_a_yaml_names_the_strategy(tmp_path: Path, strategy: str) -> None:
     [
         (StochasticWeightAveraging(1e-2), "use data parallelism alone"),
         (BatchSizeFinder(), "Ask `lightning-megatron plan`"),
-        (ModelPruning("l1_unstructured"), "prune the trained model"),
+        (ModelPruning("l1_unstructured"), "use data parallelism alone"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

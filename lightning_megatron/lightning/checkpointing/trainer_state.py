@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -45,6 +46,7 @@ from lightning_megatron.lightning.pretrained.load_weights import load_weights, t
 from lightning_megatron.lightning.run_state.random_state import random_state
 from lightning_megatron.lightning.run_state.weight_versions import (
     copies,
+    edited_names,
     is_edited,
     take_versions,
     version_state,
@@ -90,6 +92,9 @@ def save_trainer_checkpoint(
     tensors = rest.pop("state_dict")
     versions = take_versions(rest, module)
     rest |= kept_settings(module)
+    every = {MODEL_STATE: tensors, **versions}
+    trained = trained_version(every, module)
+    edited = set().union(*all_gather_object(mesh, edited_names(every[trained], module)))
     rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
     rest |= base_entry(module)
     state = model_state(kept_names(module, without_repeats(tensors, module)), spec_registry(module), mesh)
@@ -99,20 +104,25 @@ def save_trainer_checkpoint(
     of_optimizers, late = _optimizer_states(module, optimizers if has_optimizers or one_file else (), mesh, sharded)
     if has_optimizers:
         rest["optimizer_states"] = []
-    state |= {key: value for key, value in of_optimizers.items() if has_optimizers or Key.parse(key).is_main}
+    # Training goes on from weights that a callback has edited: their main values are not saved.
+    state |= {
+        key: value
+        for key, value in of_optimizers.items()
+        if (Key.parse(key).name not in edited if Key.parse(key).is_main else has_optimizers)
+    }
     if finite:
         early = {key: value for key, value in state.items() if key not in late}
         on_all_ranks(mesh, action, lambda: refuse_nonfinite(early, trained_names(module)))
     how: dict[str, Any] = {"per_rank": random_state(mesh.rng), "guard": guard, "progress": progress}
     if one_file:
         on_all_ranks(mesh, action, lambda: refuse_unknown_order(optimizers if has_optimizers else (), mesh))
-        versions = {MODEL_STATE: tensors, **versions}
-        rest[NOTE]["main"] = trained = trained_version(versions, module)
-        names = take_names(versions, trained, module, optimizers, state)
+        rest[NOTE]["main"] = trained
+        names = take_names(every, trained, module, optimizers, state)
         pending: PendingSave = replace(PendingFile.of(path, state, rest, mesh, **how), names=names)
     else:
+        rest[NOTE]["without_main"] = sorted(edited)
         pending = PendingSave.of(path, state, rest, mesh, **how)
-    finish_copy = write(replace(pending, late=frozenset(late), finite=finite), mesh)
+    finish_copy = write(replace(pending, late=frozenset(late & state.keys()), finite=finite), mesh)
     for optimizer in optimizers:
         optimizer.lend(finish_copy)
         optimizer.drop_initial_state()
@@ -216,9 +226,12 @@ def load_model(
         rank_zero_info(f"{path} was saved under another layout: random generators restart from the seed")
     checkpoint = {key: value for key, value in meta.items() if key != NOTE}
     checkpoint |= {key: with_repeats(version, module) for key, version in versions.items()}
-    # A callback that replaced the model's weights when saving swaps them back when loading.
-    is_kept = fits and note.get("edited")
-    checkpoint["state_dict"] = with_repeats(copies(module), module) if is_kept else module.state_dict()
+    checkpoint["state_dict"] = module.state_dict()
+    if fits and note.get("edited"):
+        # A callback that replaced the model's weights when saving swaps them back when loading: fp32 averages, too.
+        shown = copies(module, at_least=torch.float32)
+        opened.fill(model_state(wanted(module, shown, meta), spec_registry(module), mesh), strict=False)
+        checkpoint["state_dict"] = with_repeats(shown, module)
     return LoadedModel(checkpoint, opened, loaded.per_rank)
 
 
@@ -246,6 +259,11 @@ def load_optimizers(
         rejoin(state[groups_key(index)], module, optimizer)
         begin_optimizer(optimizer, state[groups_key(index)])
         state |= optimizer_part(index, optimizer, mesh, sharded)
+        optimizer.refresh_main()  # what the checkpoint has no main values for starts from its weights
+    edited = meta.get(NOTE, {}).get("without_main", ())
+    state = {
+        key: value for key, value in state.items() if not (Key.parse(key).is_main and Key.parse(key).name in edited)
+    }
     loaded = _fill(opened, state, module, finite=finite, is_in_order=is_in_order, alike=alike)
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state, loaded.not_begun)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -42,8 +43,14 @@ def take_versions(checkpoint: dict[str, Any], module: LightningModule) -> dict[s
 
 def is_edited(tensors: Mapping[str, Any], module: LightningModule) -> bool:
     """True if a ``state_dict`` has other tensors than the module."""
-    live = module.state_dict()
-    return any(not is_live(value, live.get(name)) for name, value in tensors.items())
+    return bool(edited_names(tensors, module))
+
+
+def edited_names(tensors: Mapping[str, Any], module: LightningModule) -> set[str]:
+    """Names, as checkpoints save them, of the tensors of a ``state_dict`` that are not the module's own."""
+    live, specs = module.state_dict(), spec_registry(module)
+    edited = [name for name, value in tensors.items() if not is_live(value, live.get(name))]
+    return {specs[name].tied_with or name if name in specs else name for name in edited}
 
 
 def is_live(value: Any, live: Any) -> bool:
@@ -59,9 +66,18 @@ def version_state(key: str, tensors: Mapping[str, Any], module: LightningModule,
     return {version_key(key, Key.parse(name).name): value for name, value in state.items()}
 
 
-def copies(module: LightningModule) -> dict[str, Any]:
-    """Copies of the module's tensors, as memory for another version; each tied tensor once."""
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in local_tensors(module).items()
-    }
+def copies(module: LightningModule, at_least: torch.dtype | None = None) -> dict[str, Any]:
+    """Copies of the module's tensors, as memory for another version; each tied tensor once.
+
+    Args:
+        module: the module.
+        at_least: dtype that the copies of floating-point tensors have unless their own holds more values.
+    """
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        wider = at_least if at_least is not None and value.is_floating_point() else value.dtype
+        return value.detach().to(torch.promote_types(value.dtype, wider), copy=True)
+
+    return {name: copied(value) for name, value in local_tensors(module).items()}

@@ -19,9 +19,11 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import Problem, nearest_names
 
 # Names of classes among the callback's bases: not every supported Lightning has all of these classes.
-_CALLBACKS: Mapping[str, str] = {
-    "ModelPruning": "masked parameters do not fit the optimizer's flat buffers: prune the trained model in one process",
+_OF_WHOLE_MODELS: Mapping[str, tuple[str, str]] = {
+    "ModelPruning": ("prunes whole tensors", "chooses tensors"),
+    "StochasticWeightAveraging": ("averages whole models", "copies the module"),
 }
+"""Work of a callback on whole models, and its first step, which comes before ``configure_model``."""
 
 _FINDER = (
     "it tries batches until one does not fit, with data parallelism alone (tp=pp=cp=ep=1) and without micro_batch_size:"
@@ -51,17 +53,12 @@ def callback_problems(
     found = []
     for callback in callbacks:
         ancestry = {base.__name__ for base in type(callback).__mro__}
-        if "StochasticWeightAveraging" in ancestry:
-            found += _averaging_problems(type(callback).__name__, layout, modules)
+        for known in _OF_WHOLE_MODELS.keys() & ancestry:
+            found += _whole_model_problems(type(callback).__name__, *_OF_WHOLE_MODELS[known], layout, modules)
         if "BatchSizeFinder" in ancestry:
             found += _finder_problems(type(callback).__name__, layout, micro_batch_size, ancestry)
         if isinstance(callback, ChecksJob):
             found += callback.job_problems(callbacks, modules)
-        found += [
-            Problem("callbacks", type(callback).__name__, advice)
-            for name, advice in _CALLBACKS.items()
-            if name in ancestry
-        ]
     return found
 
 
@@ -85,14 +82,14 @@ def _finder_problems(
     return [Problem("callbacks", name, _FINDER_OF_ONE_DEVICE)]
 
 
-def _averaging_problems(name: str, layout: ParallelLayout, modules: Sequence[LightningModule]) -> list[Problem]:
+def _whole_model_problems(
+    name: str, does: str, begins: str, layout: ParallelLayout, modules: Sequence[LightningModule]
+) -> list[Problem]:
     if not layout.is_whole:
-        return [Problem("callbacks", name, f"it averages whole models, and here ranks hold parts: {_ALONE}")]
+        return [Problem("callbacks", name, f"it {does}, and here ranks hold parts: {_ALONE}")]
     if any(is_overridden("configure_model", module) for module in modules):
-        reason = (
-            "it copies the module before configure_model has built the model: build it in __init__, or leave it out"
-        )
-        return [Problem("callbacks", name, reason)]
+        before = "before configure_model has built the model: build it in __init__, or leave it out"
+        return [Problem("callbacks", name, f"it {begins} {before}")]
     return []
 
 

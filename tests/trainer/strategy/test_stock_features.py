@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -111,6 +111,12 @@ def averaging() -> dict[str, Any]:
     return {"callbacks": [StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)], "max_epochs": 4}
 
 
+def pruning(**options: Any) -> dict[str, Any]:
+    # One reset to the first values: in plain Lightning it makes the model share their memory, and trains them.
+    options = {"use_lottery_ticket_hypothesis": lambda epoch: epoch == 0, **options}
+    return {"callbacks": [ModelPruning("l1_unstructured", amount=0.4, **options)], "max_epochs": 3}
+
+
 def all_runs(tmp_path: Path) -> dict[str, tuple[Run, Run]]:
     """Ours and DDP's, one pool start for all."""
     runs: dict[str, tuple[Run, Run]] = {}
@@ -121,6 +127,10 @@ def all_runs(tmp_path: Path) -> dict[str, tuple[Run, Run]]:
     both = [fit(ours, Toy(batch_norm=True), plugins=[SumsBatchNorm()]) for ours in (True, False)]
     runs["synchronized batch norm"] = both[0], both[1]
     assert not any(isinstance(module, Summed) for module in both[0][2].modules())
+    for options in ({}, {"use_lottery_ticket_hypothesis": False}, {"use_global_unstructured": False}):
+        both = [fit(ours, Toy(), **pruning(**options)) for ours in (True, False)]
+        runs[f"pruning {options}"] = both[0], both[1]
+        assert all((value == 0).any() for name, value in both[0][1].items() if name.endswith("0.weight"))
     runs["no optimizer"] = tuple(fit(ours, Toy(with_optimizer=False)) for ours in (True, False))
     for options in ({}, {"gradient_clip_val": 0.01}, {"accumulate_grad_batches": 2}):
         both = [fit(ours, Toy(), precision="64-true", **options) for ours in (True, False)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch.utils.data import DataLoader
@@ -42,9 +42,9 @@ def test_an_exception_reaches_lightnings_own_method(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("fault", ["layout", "feature", "checkpoint", "checkpoint of two processes"])
 def test_a_run_that_fails_before_its_processes_have_started_leaves_no_record(fault: str, tmp_path: Path) -> None:
-    layout: dict[str, Any] = {"tp": 3} if fault == "layout" else {}
+    layout: dict[str, Any] = {"layout": {"tp": 3}, "feature": {"micro_batch_size": 1}}.get(fault, {})
     options: dict[str, Any] = {"accelerator": "cpu", "default_root_dir": tmp_path, "logger": False}
-    options |= {"callbacks": [ModelPruning("l1_unstructured")]} if fault == "feature" else {}
+    options |= {"callbacks": [BatchSizeFinder()]} if fault == "feature" else {}
 
     def fit() -> None:
         trainer = Trainer(strategy=MegatronStrategy(**layout), devices=2 if "two" in fault else 1, **options)
