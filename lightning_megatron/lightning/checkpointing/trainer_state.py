@@ -104,12 +104,8 @@ def save_trainer_checkpoint(
     of_optimizers, late = _optimizer_states(module, optimizers if has_optimizers or one_file else (), mesh, sharded)
     if has_optimizers:
         rest["optimizer_states"] = []
-    # Training goes on from weights that a callback has edited: their main values are not saved.
-    state |= {
-        key: value
-        for key, value in of_optimizers.items()
-        if (Key.parse(key).name not in edited if Key.parse(key).is_main else has_optimizers)
-    }
+    of_optimizers = _without_main(of_optimizers, edited)
+    state |= {key: value for key, value in of_optimizers.items() if has_optimizers or Key.parse(key).is_main}
     if finite:
         early = {key: value for key, value in state.items() if key not in late}
         on_all_ranks(mesh, action, lambda: refuse_nonfinite(early, trained_names(module)))
@@ -140,6 +136,12 @@ def _optimizer_states(
         late |= _apart(part, module) if optimizer.is_flat else set()
         state |= part
     return state, late
+
+
+def _without_main(state: State, edited: Collection[str]) -> State:
+    """Leave out main values of weights that a callback has edited, from which training goes on."""
+    keys = {text: Key.parse(text) for text in state}
+    return {text: state[text] for text, key in keys.items() if not key.is_main or key.name not in edited}
 
 
 def complete_state(optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh) -> None:
@@ -259,11 +261,10 @@ def load_optimizers(
         rejoin(state[groups_key(index)], module, optimizer)
         begin_optimizer(optimizer, state[groups_key(index)])
         state |= optimizer_part(index, optimizer, mesh, sharded)
-        optimizer.refresh_main()  # what the checkpoint has no main values for starts from its weights
-    edited = meta.get(NOTE, {}).get("without_main", ())
-    state = {
-        key: value for key, value in state.items() if not (Key.parse(key).is_main and Key.parse(key).name in edited)
-    }
+    if edited := meta.get(NOTE, {}).get("without_main"):
+        for optimizer in optimizers:
+            optimizer.refresh_main()
+        state = _without_main(state, edited)
     loaded = _fill(opened, state, module, finite=finite, is_in_order=is_in_order, alike=alike)
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state, loaded.not_begun)
