@@ -36,7 +36,7 @@ def test_entries_of_one_kind_of_checkpoint_count_for_it_alone() -> None:
     test = "tests_pytorch/core/test_saving::test_load_from_checkpoint_strict"
     assert directories[test].startswith("checkpoints are directories")
     assert test not in files
-    both = "tests_pytorch/callbacks/test_pruning::test_pruning_callback"
+    both = "tests_pytorch/trainer/optimization/test_backward_calls::test_backward_count_with_closure"
     assert directories[both] == files[both]
 
 
