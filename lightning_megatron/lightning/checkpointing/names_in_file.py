@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -25,12 +25,12 @@ def trained_version(versions: Mapping[str, Mapping[str, Any]], module: Lightning
 def take_names(
     versions: Mapping[str, Mapping[str, Any]],
     trained: str,
+    edited: Collection[str],
     module: LightningModule,
     optimizers: Sequence[ShardedOptimizer],
     state: State,
 ) -> dict[str, list[SavedName]]:
-    """Names of each version of a model; the trained one is saved from main values, and its own are dropped."""
-    is_live = not is_edited(versions[trained], module)
+    """Names of each version of a model; the trained one is saved from main values but for what was edited in it."""
     mains = {name: state_key(index, name, MAIN) for index, each in enumerate(optimizers) for name in each.trained_names}
     specs, live = spec_registry(module), module.state_dict(keep_vars=True)
     first = {id(value): name for name, value in reversed(live.items())}
@@ -45,8 +45,10 @@ def take_names(
     for version, tensors in versions.items():
         names = [saved(version, name, value) for name, value in tensors.items()]
         there = [each for each in names if each.key in state]  # frozen weights beside adapters stay in their files
-        if version == trained and is_live:
-            there = [each._replace(key=mains.get(Key.parse(each.key).name, each.key)) for each in there]
+        if version == trained:
+            keys = {each.key: Key.parse(each.key).name for each in there}
+            own = {key: mains[name] for key, name in keys.items() if name in mains and name not in edited}
+            there = [each._replace(key=own.get(each.key, each.key)) for each in there]
         found[version] = there
     _drop_unnamed(state, found)
     return found

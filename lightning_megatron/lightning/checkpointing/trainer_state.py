@@ -113,7 +113,7 @@ def save_trainer_checkpoint(
     if one_file:
         on_all_ranks(mesh, action, lambda: refuse_unknown_order(optimizers if has_optimizers else (), mesh))
         rest[NOTE]["main"] = trained
-        names = take_names(every, trained, module, optimizers, state)
+        names = take_names(every, trained, edited, module, optimizers, state)
         pending: PendingSave = replace(PendingFile.of(path, state, rest, mesh, **how), names=names)
     else:
         rest[NOTE]["without_main"] = sorted(edited)

@@ -43,14 +43,23 @@ def take_versions(checkpoint: dict[str, Any], module: LightningModule) -> dict[s
 
 def is_edited(tensors: Mapping[str, Any], module: LightningModule) -> bool:
     """True if a ``state_dict`` has other tensors than the module."""
-    return bool(edited_names(tensors, module))
+    live = module.state_dict()
+    return any(not is_live(value, live.get(name)) for name, value in tensors.items())
 
 
 def edited_names(tensors: Mapping[str, Any], module: LightningModule) -> set[str]:
-    """Names, as checkpoints save them, of the tensors of a ``state_dict`` that are not the module's own."""
+    """Names, as checkpoints save them, of the tensors of a ``state_dict`` with other values than the module's."""
     live, specs = module.state_dict(), spec_registry(module)
-    edited = [name for name, value in tensors.items() if not is_live(value, live.get(name))]
+    pairs = {name: (value, live.get(name)) for name, value in tensors.items()}
+    edited = [name for name, pair in pairs.items() if not is_live(*pair) and not _is_equal(*pair)]
     return {specs[name].tied_with or name if name in specs else name for name in edited}
+
+
+def _is_equal(value: Any, live: Any) -> bool:
+    if not isinstance(value, Tensor) or not isinstance(live, Tensor):
+        return False
+    dtype = torch.promote_types(value.dtype, live.dtype)
+    return torch.equal(value.to(live.device, dtype), live.to(dtype))
 
 
 def is_live(value: Any, live: Any) -> bool:

@@ -35,7 +35,7 @@ class Plain(LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
+        return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-4)  # a gradient of zero makes no step
 
     def train_dataloader(self) -> Any:
         rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -75,8 +75,8 @@ def test_pruned_weights_go_on_as_in_stock_lightning(tmp_path: Path, directory: b
     stock = both_parts(tmp_path / "stock", pruning, directory=None, precision="32-true")
     ours = both_parts(tmp_path / "ours", pruning, directory=directory, precision="32-true")
     for own, others in zip(ours, stock, strict=True):
-        assert own[0] == pytest.approx(others[0], rel=1e-6)
-        torch.testing.assert_close(own[1], others[1], rtol=1e-6, atol=1e-7)
+        assert own[0] == pytest.approx(others[0], rel=1e-5)
+        torch.testing.assert_close(own[1], others[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -101,6 +101,30 @@ def test_averages_go_on_in_their_own_precision(tmp_path: Path, precision: str, d
 
     straight = fit(averaging(), STEPS + MORE, tmp_path / "straight", **options)
     _, resumed = both_parts(tmp_path / "parts", averaging, **options)
+    assert resumed[0] == straight[0][STEPS:]
+    torch.testing.assert_close(resumed[1], straight[1], rtol=0, atol=0)
+
+
+class Copies(Callback):
+    """Saves copies of all tensors, in fp32 if asked."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {
+            name: value.to(self.dtype or value.dtype, copy=True) for name, value in saved.items()
+        }
+
+
+@pytest.mark.parametrize("directory", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_copies_are_no_edits(tmp_path: Path, dtype: torch.dtype | None, directory: bool) -> None:
+    """Training goes on with fp32 main values, not with copies of the model in bf16."""
+    options: dict[str, Any] = {"directory": directory, "precision": "bf16-mixed"}
+    straight = fit(Copies(dtype), STEPS + MORE, tmp_path / "straight", **options)
+    _, resumed = both_parts(tmp_path / "parts", lambda: Copies(dtype), **options)
     assert resumed[0] == straight[0][STEPS:]
     torch.testing.assert_close(resumed[1], straight[1], rtol=0, atol=0)
 
