@@ -7,10 +7,18 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 # Versions of the tools that judge and of what numbers are compared with; none for the newest.
 VERSIONS ?= .ci/versions.txt
-PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check --retries 10 --timeout 60
+# pip shows its progress on a terminal only; elsewhere each step is one line.
+PIP_QUIET := $(if $(MAKE_TERMOUT),,-qq)
+PIP    := $(BIN)/python -m pip $(PIP_QUIET) --disable-pip-version-check --retries 10 --timeout 60
 
 # Processes that tests start, by the hundred, would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
+
+# Tests run as if this machine had another processor: old, bf16 or arm (tests/processors).
+ifdef FAKE_PROCESSOR
+export FAKE_PROCESSOR
+export PYTHONPATH := $(CURDIR)/tests/processors$(if $(PYTHONPATH),:$(PYTHONPATH))
+endif
 
 .PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming lightning-suite bench docs dist lint types clean
 
@@ -26,7 +34,7 @@ TESTS   := $(BIN)/python -m pytest $(SHARED)
 # The gate: what every change must pass, the same tests for each, on the CPU and then on a Gaudi in the host's memory
 # (docs/simulated-hpu.md), where those that are slow stay out. They wait for events, not for times. A torch that was
 # built for CUDA can simulate no Gaudi.
-GATE      := $(BIN)/python tests/second_look.py $(SHARED) --timeout 300
+GATE      := $(BIN)/python tests/second_look.py $(SHARED) --timeout 300 --dearest 10
 PROFILE   ?= 1.24
 PRODUCT   ?= GAUDI2
 GAUDI     := -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT)
@@ -60,6 +68,7 @@ test-eval: $(VENV)/eval
 	$(BIN)/python -m pytest tests/trainer/evaluation/test_lm_eval.py $(PYTEST)
 
 $(VENV)/eval: $(READY)
+	@echo "$(VENV): installing lm-eval and what it needs"
 	@$(PIP) install --editable '.[dev,eval]'
 	@touch $@
 
@@ -71,10 +80,10 @@ test-streaming: $(STREAMING)/ready
 	$(STREAMING)/bin/python -m pytest tests/trainer/data/test_streaming_loaders.py $(PYTEST)
 
 $(STREAMING)/ready: setup.cfg pyproject.toml
-	@echo "installing into $(STREAMING)"
+	@echo "$(STREAMING): installing litdata, mosaicml-streaming and a torch for CUDA (7 GB)"
 	@rm -rf $(STREAMING)
 	@$(PYTHON) -m venv $(STREAMING)
-	@$(STREAMING)/bin/python -m pip -qq --disable-pip-version-check install --editable '.[dev,litdata,mosaic]'
+	@$(STREAMING)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install --editable '.[dev,litdata,mosaic]'
 	@touch $@
 
 # Lightning's own tests, as they are and with our strategy, from a checkout of its repository (docs/lightning-suite.md).
@@ -91,6 +100,7 @@ docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 $(VENV)/docs: $(READY)
+	@echo "$(VENV): installing the programs that make the site"
 	@$(PIP) install --editable '.[docs]'
 	@touch $@
 
@@ -121,13 +131,17 @@ ITS_PYTHON := import sys; print(sys.version)
 
 $(READY): $(NEEDED)
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(SUM)" ]; then \
-		echo "installing into $(VENV)"; rm -f $@; \
+		rm -f $@; echo "$(VENV), step 1 of 3: creating the environment with $$($(PYTHON) -V)"; \
 		old=$$($(BIN)/python -c '$(ITS_PYTHON)' 2>/dev/null); new=$$($(PYTHON) -c '$(ITS_PYTHON)'); \
 		[ "$$old" = "$$new" ] && clear= || clear=--clear; \
 		if $(PYTHON) -c '$(HAS_ACCELERATOR)' 2>/dev/null; then \
-			$(PYTHON) -m venv $$clear --system-site-packages $(VENV); \
+			$(PYTHON) -m venv $$clear --system-site-packages $(VENV) && \
+			echo "$(VENV), step 2 of 3: using the torch of this machine, which sees an accelerator"; \
 		else \
-			$(PYTHON) -m venv $$clear $(VENV) && $(PIP) install '$(TORCH)'; \
-		fi && { $(PIP) install $(if $(VERSIONS),--constraint $(VERSIONS)) --editable '.[dev]' || \
-			{ echo "not as in $(VERSIONS): with other versions"; $(PIP) install --editable '.[dev]'; }; }; \
+			$(PYTHON) -m venv $$clear $(VENV) && \
+			echo "$(VENV), step 2 of 3: installing $(TORCH), the largest download" && $(PIP) install '$(TORCH)'; \
+		fi && echo "$(VENV), step 3 of 3: installing the package and about 140 others, for itself, its tests and checks" && \
+		{ $(PIP) install $(if $(VERSIONS),--constraint $(VERSIONS)) --editable '.[dev]' || \
+			{ echo "not as in $(VERSIONS): with other versions"; $(PIP) install --editable '.[dev]'; }; } && \
+		echo "$(VENV): complete"; \
 	fi && echo "$(SUM)" > $@

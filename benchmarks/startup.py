@@ -28,6 +28,8 @@ COMMANDS = (
     *("--help", "schedule --pp 4 --micro-batches 8", "verify nothere", "doctor", "ops --device cpu"),
     *(f"{name} --help" for name in ("fit", "train-tokenizer", "preprocess", "generate", "convert", "verify", "why")),
     *(f"{name} --help" for name in ("doctor", "ops", "schedule")),
+    "plan --model llama3.1-405b --devices 1024 --seq-length 8192 --global-batch-size 2048 --device h100",
+    "plan --model llama3.1-70b --devices 64 --seq-length 8192 --global-batch-size 512 --device h100",
 )
 LAUNCHERS = ("single", "lightning", "torchrun")
 

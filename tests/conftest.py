@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     text = "show the stacks of ranks that have not answered after that time, and go on with new ones"
     parser.addoption("--patience", type=float, default=600.0, metavar="SECONDS", help=text)
     parser.addoption("--costs", type=Path, metavar="FILE", help="write the CPU seconds of each test there, as JSON")
+    text = "print so many files, those whose tests took most CPU seconds"
+    parser.addoption("--dearest", type=int, default=0, metavar="FILES", help=text)
     real_card.add_options(parser)
 
 
@@ -63,9 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Selection(config), "selection")
     if (part := config.getoption(real_card.PART)) is not None:
         config.pluginmanager.register(rules.Recorder(**part), "recorder")
-    if (file := config.getoption("--costs")) is not None:
-        worker = getattr(config, "workerinput", {}).get("workerid")  # with pytest-xdist, which puts the parts together
-        config.pluginmanager.register(Costs(file.with_name(f"{file.name}.{worker}") if worker else file), "costs")
+    if (costs := Costs(config.getoption("--costs"), config.getoption("--dearest"))).file or costs.dearest:
+        config.pluginmanager.register(costs, "costs")
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,6 @@
-"""Processor time of a test session, by test, file and part: ``pytest --costs FILE`` writes it as JSON.
+"""Processor time of a test session, by test, file and part.
+
+``pytest --costs FILE`` writes it as JSON; ``pytest --dearest 10`` prints the ten files that took most.
 
 A test's cost is what this process and all that descend from it have computed between the end of the test before and its
 own end, pools and servers included; on a busy machine it says far more than the clock does. Only on Linux.
@@ -16,6 +18,7 @@ import os
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import pytest
 
 SLOW = 2.5
 """Seconds of processor time from which on a test is no quick one."""
+PART = "costs"
 TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -48,14 +52,15 @@ def _seconds(pid: str) -> float:
 
 
 class Costs:
-    """A pytest plugin.
+    """A pytest plugin. Processes of pytest-xdist send their part to the session that started them.
 
     Args:
-        file: the JSON file to write.
+        file: the JSON file to write, if any.
+        dearest: number of files to print at the end of the session.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path | None, dearest: int = 0) -> None:
+        self.file, self.dearest = file, dearest
         self.seen: set[str] = set()
         self.tests: dict[str, dict[str, Any]] = {}
         self.parts: dict[str, float] = {}
@@ -84,15 +89,26 @@ class Costs:
         self.tests[item.nodeid] = {"cpu": total, "here": own, "wall": time.monotonic() - begun, "processes": processes}
         return result
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.parts["end"] = self._spend()[0]
-        wall, tests = time.monotonic() - self.began, self.tests
-        for file in self.file.parent.glob(f"{self.file.name}.gw*"):  # of processes of pytest-xdist
-            part = json.loads(file.read_text())
-            tests |= part["tests"]
-            self.parts |= {f"{name}, {file.suffix[1:]}": value for name, value in part["parts"].items()}
-            file.unlink()
-        self.file.write_text(json.dumps({"wall": wall, "parts": self.parts, "tests": tests}))
+        if (output := getattr(session.config, "workeroutput", None)) is not None:
+            output[PART] = {"tests": self.tests, "parts": self.parts}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the part of a process of pytest-xdist."""
+        part = getattr(node, "workeroutput", {}).get(PART, {"tests": {}, "parts": {}})
+        self.tests |= part["tests"]
+        self.parts |= {f"{name}, {node.gateway.id}": value for name, value in part["parts"].items()}
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        run = {"wall": time.monotonic() - self.began, "parts": self.parts, "tests": self.tests}
+        if self.file is not None:
+            self.file.write_text(json.dumps(run))
+        if self.dearest:
+            terminalreporter.section("files that took most CPU seconds")
+            for line in lines_of_files(run, self.dearest):
+                terminalreporter.write_line(line)
 
 
 def _by_file(run: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -105,21 +121,26 @@ def _by_file(run: dict[str, Any]) -> dict[str, dict[str, float]]:
     return files
 
 
+def lines_of_files(run: dict[str, Any], most: int) -> Iterator[str]:
+    """The totals of a run, and its files that took most CPU seconds."""
+    total = sum(cost["cpu"] for cost in run["tests"].values())
+    yield f"{total:.0f} s of CPU in {len(run['tests'])} tests, {run['wall']:.0f} s by the clock"
+    yield "   cpu   here   wall tests procs  file"
+    rows = sorted(_by_file(run).items(), key=lambda pair: -pair[1]["cpu"])
+    for file, row in rows[:most]:
+        cost = " ".join(f"{row[name]:6.1f}" for name in ("cpu", "here", "wall"))
+        yield f"{cost} {row['tests']:5.0f} {row['processes']:5.0f}  {file}"
+
+
 def show(run: dict[str, Any], most: int) -> None:
     """Print parts, files and tests of a run, the dearest first."""
     tests = run["tests"]
-    total = sum(cost["cpu"] for cost in tests.values())
-    print(f"{total:.0f} s of CPU in {len(tests)} tests, {run['wall']:.0f} s by the clock")
     print({name: round(value, 1) for name, value in run["parts"].items()})
     folders: dict[str, float] = defaultdict(float)
-    rows = sorted(_by_file(run).items(), key=lambda pair: -pair[1]["cpu"])
-    for file, row in rows:
-        folders["/".join(Path(file).parts[:2])] += row["cpu"]
-    print({name: round(value) for name, value in folders.items()})
-    print("   cpu   here   wall tests procs  file")
-    for file, row in rows[:most]:
-        cost = [f"{row[name]:6.1f}" for name in ("cpu", "here", "wall")]
-        print(*cost, f"{row['tests']:5.0f} {row['processes']:5.0f}  {file}")
+    for test, cost in tests.items():
+        folders["/".join(Path(test.partition("::")[0]).parts[:2])] += cost["cpu"]
+    print({name: round(value) for name, value in sorted(folders.items(), key=lambda pair: -pair[1])})
+    print("\n".join(lines_of_files(run, most)))
     print("   cpu   here   wall procs  test")
     for test, cost in sorted(tests.items(), key=lambda pair: -pair[1]["cpu"])[:most]:
         print(*(f"{cost[name]:6.1f}" for name in ("cpu", "here", "wall")), f"{cost['processes']:5.0f}  {test}")

@@ -32,9 +32,18 @@ def _multiplies_bf16(capabilities: Mapping[str, Any]) -> bool:
     return any(answers) or not answers
 
 
-# Read at import: reading it inside a function that torch.compile traces would break the graph. The oldest supported
-# torch has no get_capabilities.
-_CPU_MULTIPLIES_BF16 = _multiplies_bf16(getattr(torch.cpu, "get_capabilities", dict)())
+def cpu_capabilities(cpu: object = torch.cpu) -> Mapping[str, Any]:
+    """Capabilities of this CPU; empty if torch does not report them, as the oldest supported torch does not.
+
+    Args:
+        cpu: the module ``torch.cpu``.
+    """
+    found: Mapping[str, Any] = getattr(cpu, "get_capabilities", dict)()
+    return found
+
+
+# Read at import: reading it inside a function that torch.compile traces would break the graph.
+_CPU_MULTIPLIES_BF16 = _multiplies_bf16(cpu_capabilities())
 
 
 def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | None = None) -> bool:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.device import has_bf16_arithmetic
+from lightning_megatron.device.arithmetic import cpu_capabilities
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.grouped_linear import batched_linear, grouped_linear
@@ -51,11 +54,13 @@ def test_a_processor_says_whether_it_has_arithmetic_for_bf16_and_silence_changes
     assert has_bf16_arithmetic(CPU, capabilities) is expected
 
 
-def test_accelerators_have_it_and_a_torch_that_cannot_say_counts_as_native(monkeypatch):
+def test_accelerators_have_it_and_a_torch_that_cannot_say_counts_as_native():
     assert has_bf16_arithmetic(torch.device("cuda"), {"avx512_bf16": False})
     assert has_bf16_arithmetic(torch.device("hpu"), {"avx512_bf16": False})
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert has_bf16_arithmetic(CPU)
+    assert cpu_capabilities(SimpleNamespace()) == {}
+    assert cpu_capabilities(SimpleNamespace(get_capabilities=lambda: {"bf16": False})) == {"bf16": False}
+    assert has_bf16_arithmetic(CPU, cpu_capabilities(SimpleNamespace()))
+    assert has_bf16_arithmetic(CPU) is has_bf16_arithmetic(CPU, cpu_capabilities())
 
 
 def test_only_bf16_of_some_size_on_a_device_without_arithmetic_for_it_is_widened():
