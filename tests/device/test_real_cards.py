@@ -124,7 +124,6 @@ def test_rules_are_tried_on_a_card_and_reported(tmp_path: Path) -> None:
     assert (report["product"], report["finished"]) == ("GAUDI3", True)
 
 
-@pytest.mark.gate
 def test_without_a_gaudi_it_says_so(tmp_path: Path) -> None:
     done = session(tmp_path)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

@@ -27,6 +27,9 @@ _NO_PATTERN = "must be a number, or lists of numbers that are added and repeated
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
+_DEFAULTS = {flag.key: flag.default for flag in reversed(TAKEN) if flag.default is not None}
+
+
 @dataclass
 class CommandLine:
     """A parsed command line.
@@ -49,8 +52,7 @@ class CommandLine:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an argument, by Megatron's name: the one given, else Megatron's default, else ``default``."""
-        usual = next((flag.default for flag in TAKEN if flag.key == name and flag.default is not None), default)
-        return self.values.get(name, usual)
+        return self.values.get(name, _DEFAULTS.get(name, default))
 
     def flag(self, name: str) -> str:
         """The flag of an argument, given by Megatron's name for it, as the line spells it."""

@@ -217,7 +217,7 @@ class ParamGather:
         self._buckets: list[Bucket] = []
         self._overlap = overlap
         self._model: nn.Module | None = None
-        self._gates: dict[nn.Module, _Gate] = {}
+        self._gates: dict[int, _Gate] = {}  # by id: the hash of a metric of torchmetrics changes with its state
         self._at_once: list[Bucket] | None = None  # not known before the first training step
 
     def __getstate__(self) -> dict[str, Any]:
@@ -253,31 +253,31 @@ class ParamGather:
         self._model, self._at_once = model, None
         if self._overlap and any(bucket.sharded for bucket in self._buckets):
             # No gate for the root: its training_step reads its parameters, not its forward.
-            self._gates = {module: _Gate(module) for module in model.modules() if module is not model}
+            self._gates = {id(module): _Gate(module) for module in model.modules() if module is not model}
 
     def _assign(self) -> list[Bucket]:
         """Assign buckets to the gates, and return the buckets to wait for at once."""
         assert self._model is not None
         bucket_of = {id(s.owned.param): bucket for bucket in self._buckets if bucket.sharded for s in bucket.slots}
-        found: dict[nn.Module, set[Bucket]] = {}
+        found: dict[int, set[Bucket]] = {}
 
         def walk(module: nn.Module, reader: nn.Module) -> None:
             """Assign a module's parameters to its own gate if it is called, else to the module that reads them."""
-            gate, above = self._gates.get(module), self._gates.get(reader)
+            gate, above = self._gates.get(id(module)), self._gates.get(id(reader))
             in_one_graph = gate is not None and gate.traced and above is not None and above.traced
             reader = module if gate is not None and gate.called and not in_one_graph else reader
             own = (bucket_of.get(id(param)) for param in module.parameters(recurse=False))
-            found.setdefault(reader, set()).update(bucket for bucket in own if bucket is not None)
+            found.setdefault(id(reader), set()).update(bucket for bucket in own if bucket is not None)
             for child in module.children():
                 walk(child, reader)
 
         walk(self._model, self._model)
-        for module, gate in [*self._gates.items()]:
-            gate.buckets = [bucket for bucket in self._buckets if bucket in found.get(module, ())]
+        for key, gate in [*self._gates.items()]:
+            gate.buckets = [bucket for bucket in self._buckets if bucket in found.get(key, ())]
             if not gate.buckets and not gate.traced:  # code that was compiled with the hook would be compiled again
                 gate.remove()
-                del self._gates[module]
-        at_once = found[self._model]
+                del self._gates[key]
+        at_once = found[id(self._model)]
         return [bucket for bucket in self._buckets if bucket in at_once or (bucket.sharded and bucket.key.tied_copy)]
 
     def close(self) -> None:
@@ -295,6 +295,7 @@ class _Gate:
     module, the outermost module of a compiled part waits for all parameters of the part.
 
     Attributes:
+        module: the module.
         called: True if the module was called with gradients.
         traced: True if it was called while ``torch.compile`` traced it.
         buckets: buckets to wait for.
@@ -302,6 +303,7 @@ class _Gate:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module  # as long as it lives, its id is no other module's
         self.called = self.traced = self.waits = False
         self.buckets: list[Bucket] = []
         # Before hooks that compute weights from other parameters, as weight normalization does.
