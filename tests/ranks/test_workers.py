@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 
 from lightning_megatron.testing import workers
 from lightning_megatron.testing.workers import WorkerError, WorkerPool, WorkerTimeoutError
@@ -186,7 +187,7 @@ os._exit(0)
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("workers"))  # gloo may print others
     left = [int(word) for word in line.split()[1:]]
     assert len(left) == 2
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE
     while any(map(is_alive, left)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not any(map(is_alive, left))

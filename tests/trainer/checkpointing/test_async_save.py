@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from patience import PATIENCE
 from test_checkpoint_callbacks import SIZES, After, At, loader, nudge_a_norm
 
 from lightning_megatron import GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
@@ -27,7 +28,6 @@ from lightning_megatron.checkpoint.tensors.keys import Key
 from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
-PATIENCE = 120.0  # seconds; a disk that nobody lets go in that time is a step that waited for it
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 TP2: dict[str, Any] = {"tp": 2}
 DP2: dict[str, Any] = {}

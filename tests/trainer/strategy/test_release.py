@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from patience import PATIENCE
 from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
@@ -48,7 +49,7 @@ def trained_and_forgotten(options: dict[str, Any], folder: Path | None) -> list[
         return [(name, weakref.ref(thing)) for name, thing in watched(strategy, module)]
 
     references = train()
-    end = time.monotonic() + 20.0  # for threads of gloo, or of the writer, that are just ending
+    end = time.monotonic() + PATIENCE  # for threads of gloo, or of the writer, that are just ending
     while True:
         gc.collect()
         left = [name for name, reference in references if reference() is not None]

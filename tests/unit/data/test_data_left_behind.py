@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from lightning_megatron.data import IndexedDataset, IndexedDatasetWriter
 from lightning_megatron.machine.job_environment import own_environment
@@ -89,8 +90,8 @@ def test_no_worker_and_no_half_a_pair_outlive_a_killed_run(tmp_path: Path, numbe
     else:
         job.send_signal(number)
     job.stderr.read()
-    assert job.wait(30) != 0
-    deadline = time.monotonic() + 20
+    assert job.wait(PATIENCE) != 0
+    deadline = time.monotonic() + PATIENCE
     while processes_of(job.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not processes_of(job.pid)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from patience import PATIENCE
 
 from lightning_megatron.cli.data.preprocess import preprocess_command
 from lightning_megatron.data import DataError, IndexedDataset
@@ -81,7 +82,7 @@ def test_a_killed_run_goes_on_with_the_parts_that_are_missing(tmp_path: Path) ->
     assert job.stderr is not None
     assert any(line.startswith("Processed ") for line in job.stderr), "it ended before it was hit"
     job.send_signal(signal.SIGKILL)
-    job.wait(30)
+    job.wait(PATIENCE)
     job.stderr.read()
     folder = tmp_path / "out.parts"
     left = {marker: marker.stat().st_mtime_ns for marker in folder.glob("part-*.json")}

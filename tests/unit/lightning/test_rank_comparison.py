@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 from torch.distributed import HashStore
 
 from lightning_megatron import ConfigError, MegatronDataModule, MegatronStrategy
@@ -132,7 +133,7 @@ def compared(*statements: Statement, may_differ: tuple[str, ...] = ()) -> list[s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
     assert len(set(texts)) == 1, texts
     return texts
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
@@ -60,13 +61,13 @@ def is_running(pid: int) -> bool:
 def test_a_rank_with_a_bad_worker_ends_and_leaves_none(tmp_path: Path, raises: bool) -> None:
     process = SERVER.Process(target=rank, args=(tmp_path, raises))
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     ended = not process.is_alive()
     process.kill()
     assert ended
     assert process.exitcode == (0 if raises else 1)
     (worker,) = (int(file.stem) for file in tmp_path.iterdir())
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     while is_running(worker) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_running(worker)

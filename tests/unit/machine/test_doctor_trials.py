@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from torch import Tensor
 
 from lightning_megatron.cli.doctor.op_trials import op_trials
@@ -19,8 +20,6 @@ from lightning_megatron.testing import hpu
 
 pytestmark = pytest.mark.slow
 WORDS = ["--device", "hpu", "--tokens", "16"]
-PATIENCE = 300.0
-"""Seconds in which a trial succeeds on the busiest machine."""
 
 
 def simulated(*faults: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 from lightning_megatron.checkpoint.directory import folder_lock
 from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
@@ -57,7 +58,7 @@ def holder(folder: Path, until: Connection | None = None, dies: bool = False) ->
 
     process = FORK.Process(target=hold)
     process.start()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + PATIENCE
     while not note_in(folder).exists():
         if time.monotonic() > deadline:
             join(process, 0.0)
@@ -216,7 +217,7 @@ def test_a_run_that_has_lost_its_lock_gives_no_more_signs_of_life(
     thread = next(each for each in threading.enumerate() if each.name == f"keeping {tmp_path}")
     assert thread.is_alive()
     pretend(tmp_path, mark="beef-1-1-1", job="another run")
-    thread.join(10.0)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     long_ago(tmp_path)
     lock.release()
