@@ -99,6 +99,11 @@ def nearest_names(name: str, known: Sequence[str]) -> tuple[str, ...]:
     return tuple(get_close_matches(name, known, n=3, cutoff=0.5)) or tuple(known)
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of this package. No registry holds the package, so it needs a clone."""
+    return f"pip install '.[{extra}]' in a clone of lightning-megatron"
+
+
 class DataError(ValueError):
     """Bad data. The text names the file, the line if known, the fault, and the remedy."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning_megatron.data.special_tokens import add_tokens, settings_of, special_tokens
-from lightning_megatron.errors import ConfigError, DataError, Problem, nearest_names
+from lightning_megatron.errors import ConfigError, DataError, Problem, how_to_install, nearest_names
 from lightning_megatron.files.small import LONGEST, read_json
 
 
@@ -398,7 +398,7 @@ def require(package: str, *, extra: str | None) -> Any:
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        command = f"pip install {package}" if extra is None else f"pip install 'lightning-megatron[{extra}]'"
+        command = f"pip install {package}" if extra is None else how_to_install(extra)
         raise ModuleNotFoundError(f"{package} is not installed: {command}", name=package) from error
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
+from lightning_megatron.errors import how_to_install
 from lightning_megatron.pipeline.action import Action, Kind, chunk_of
 from lightning_megatron.pipeline.simulate import Simulation
 
@@ -66,7 +67,7 @@ def draw_png(simulation: Simulation, path: str | Path, title: str = "") -> None:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'lightning-megatron[plot]'") from error
+        raise ImportError(f"drawing needs matplotlib: {how_to_install('plot')}") from error
 
     pp = len(simulation.timeline)
     slots = list(chain(*simulation.timeline))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, how_to_install
 from lightning_megatron.planning.plan import Plan
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.search import search
@@ -48,7 +48,7 @@ def draw(plans: Sequence[Plan], scaled: Sequence[Plan], path: str, title: str) -
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'lightning-megatron[plot]'") from error
+        raise ImportError(f"drawing needs matplotlib: {how_to_install('plot')}") from error
 
     figure = Figure(figsize=(14.0, 2.6 + 0.5 * max(len(plans), 5)), layout="constrained")
     FigureCanvasAgg(figure)

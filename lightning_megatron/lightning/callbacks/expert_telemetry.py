@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.errors import how_to_install
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.router import Router
@@ -168,7 +169,7 @@ def heat_map(counts: Counts, title: str = "") -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'lightning-megatron[plot]'") from error
+        raise ImportError(f"pictures need matplotlib: {how_to_install('plot')}") from error
     shares = [[n * len(row) / (sum(row) or 1) for n in row] for row in counts.values()]
     figure = Figure(figsize=(max(4.0, 0.5 * len(shares[0]) + 2), max(2.5, 0.28 * len(shares) + 1.2)))
     FigureCanvasAgg(figure)

@@ -148,4 +148,4 @@ def test_mistakes(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_lm_eval_is_asked_for_by_its_extra(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     with patch.dict(sys.modules, {"lm_eval": None}):
         assert main(words(home, "--lm-eval", "hellaswag")) == 2
-    assert "pip install 'lightning-megatron[eval]'" in capsys.readouterr().err
+    assert "pip install '.[eval]' in a clone of lightning-megatron" in capsys.readouterr().err

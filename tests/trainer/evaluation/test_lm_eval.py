@@ -1,6 +1,6 @@
 """lm-eval's tasks in layouts of all kinds: every answer is that of lm-eval's own adapter of transformers.
 
-Skipped where lm-eval is not installed (`pip install 'lightning-megatron[eval]'`). Tasks and data are made here, and
+Skipped where lm-eval is not installed (`pip install '.[eval]'`). Tasks and data are made here, and
 nothing is fetched.
 """
 

@@ -108,7 +108,7 @@ def test_compressed_input(write_lines: WriteLines, tmp_path: Path, ending: str, 
 
 def test_zst_without_the_package(write_lines: WriteLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    missing = r"c\.jsonl\.zst: cannot be .*zstandard is not installed: pip install 'lightning-megatron\[data\]'"
+    missing = r"c\.jsonl\.zst: cannot be .*zstandard is not installed: pip install '\.\[data\]' in a clone"
     with pytest.raises(DataError, match=missing):
         preprocess([write_lines([b"x"], "c.jsonl.zst")], tmp_path / "out", IDS, log=quiet)
 

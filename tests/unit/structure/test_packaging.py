@@ -19,8 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron.errors import how_to_install
+
 ROOT = Path(__file__).parents[3]
 PACKED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "lightning_megatron")
+READ = {".py", ".md", ".yaml", ".yml", ".sh", ".json", ".Dockerfile", ".txt"}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -168,6 +171,42 @@ def test_the_public_tests_begin_at_the_oldest_versions_that_are_promised() -> No
     assert "" in matrix["torch"], "the newest torch"
     named = re.findall(r"Python :: (3\.\d+)", settings()["metadata"]["classifiers"])
     assert matrix["python"] == named
+
+
+def test_nothing_installs_a_name_that_is_not_ours() -> None:
+    """No registry holds the package yet, and whoever registers its name would be installed by our own pages."""
+    folders = ("lightning_megatron", "docs", "examples", "docker", "benchmarks", ".github")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in READ]
+    paths += [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "setup.cfg"]
+    by_name = re.compile(
+        r"(pip3?|uv|pipx|poetry|conda) [^\n`]*?(install|add)[^\n`]*? ['\"]?lightning[-_]megatron(\[|\b(?!\.))"
+    )
+    assert by_name.search("pip install 'lightning-megatron[eval]'")
+    assert by_name.search("uv pip install -U lightning-megatron")
+    place = " in a clone of lightning-megatron"
+    assert place in how_to_install("eval")
+    found = {path.relative_to(ROOT): by_name.findall(path.read_text().replace(place, "")) for path in paths}
+    assert len(found) > 700
+    assert {path for path, commands in found.items() if commands} == set()
+
+
+def test_what_is_published_has_the_repositorys_addresses(sources: Path) -> None:
+    """By the script of the release's workflow; a registry shows the README, where relative links lead nowhere."""
+    (sources / "docs").mkdir()
+    shutil.copy(ROOT / "docs" / "published.py", sources / "docs")
+    home = "https://example.org/owner/lightning-megatron"
+    run(sys.executable, "docs/published.py", home, "v0.1.0", cwd=sources)
+    found = ConfigParser()
+    found.read(sources / "setup.cfg")
+    urls = dict(line.split(" = ") for line in found["metadata"]["project_urls"].strip().splitlines())
+    assert urls["Source"] == home
+    assert urls["Changelog"] == f"{home}/blob/v0.1.0/CHANGELOG.md"
+    links = re.findall(r"\]\(([^)]+)\)", (sources / "README.md").read_text())
+    assert len(links) > 10
+    assert all(link.startswith(("https://", "#")) for link in links)
+    for link in links:
+        if link.startswith(f"{home}/blob/v0.1.0/"):
+            assert (ROOT / link.removeprefix(f"{home}/blob/v0.1.0/").partition("#")[0]).exists(), link
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
