@@ -337,10 +337,10 @@ class ShardedOptimizer(ShardedState):
         """Wait until all parameters have their new values, before they are saved, compared or otherwise used."""
         self._gather.finish()
 
-    def main_values(self) -> dict[nn.Parameter, Tensor]:
-        """Main values of whole parameters, on the host; all ranks call this, which gathers one bucket at a time."""
+    def main_values(self) -> dict[int, Tensor]:
+        """Main values of whole parameters by ``id``, on the host; all ranks call this: it gathers bucket by bucket."""
         found = (pair for main in self._mains.values() for pair in main.values())
-        return {slot.owned.param: value.detach().cpu().clone() for slot, value in found}
+        return {id(slot.owned.param): value.detach().cpu().clone() for slot, value in found}
 
     def copy_written_values(self) -> None:
         """Copy values that the user has written into parameters since the last step, before they are used or saved."""

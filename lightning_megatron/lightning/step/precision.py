@@ -85,7 +85,7 @@ class MegatronPrecision(Precision):
     def __init__(self, precision: str = "32-true", loss_scale: DynamicLossScale | None = None) -> None:
         super().__init__()
         self._set_precision(precision, loss_scale)
-        self._managed: dict[Optimizer, ShardedOptimizer] = {}
+        self._managed: dict[int, ShardedOptimizer] = {}  # by id of the user's optimizer
         self._check: Callable[[ShardedOptimizer], None] | None = None
         self._finite_checks: Mapping[ShardedOptimizer, FiniteCheck] = {}
         self._overflow: dict[ShardedOptimizer, bool] = {}
@@ -159,7 +159,7 @@ class MegatronPrecision(Precision):
         """
         self._finite_checks = finite_checks or {}
         self._check = check
-        self._managed = {sharded.optimizer: sharded for sharded in optimizers}
+        self._managed = {id(sharded.optimizer): sharded for sharded in optimizers}
         self._compares, self._compared_in = compare_values, {}
 
     # Building and feeding the model
@@ -190,11 +190,12 @@ class MegatronPrecision(Precision):
             return module
         self.teardown()
         autocast, of_user = _Autocast(dtype), _reached(module, StagedModel, Metric)
-        for part in _reached(module, Metric):
+        for part in _reached(module, Metric).values():
             own = list(part.parameters(recurse=False))
-            counts = self.mode.main is not None and part in of_user and (part is module or not own)
+            counts = self.mode.main is not None and id(part) in of_user and (part is module or not own)
             _cast_own(part, dtype, with_buffers=not counts)
-            computes = part is not module and part in of_user and any(map(torch.is_floating_point, _own_tensors(part)))
+            has_values = any(map(torch.is_floating_point, _own_tensors(part)))
+            computes = part is not module and id(part) in of_user and has_values
             if computes and (_home(part) in ("torch", _OURS) or dtype == torch.float64):
                 self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
             elif computes and _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
@@ -237,9 +238,9 @@ class MegatronPrecision(Precision):
         A step whose gradients overflow (``16-mixed``), or that :attr:`step_gate` refuses, is skipped on all ranks; as
         in Lightning, learning-rate schedulers advance nevertheless.
         """
-        if optimizer not in self._managed:  # Lightning's stand-in where configure_optimizers returned None
+        sharded = self._sharded(optimizer)
+        if sharded is None:  # Lightning's stand-in where configure_optimizers returned None
             return super().optimizer_step(optimizer, model, closure, **kwargs)
-        sharded = self._managed[optimizer]
         result = closure()
         self._complete(sharded)
         sharded.compare_values = self._compares or self._compared_in.get(sharded) != model.trainer.current_epoch
@@ -303,7 +304,8 @@ class MegatronPrecision(Precision):
             sharded.scale_grads(self.loss_scale.inverse)
 
     def _sharded(self, optimizer: Optimizer | LightningOptimizer) -> ShardedOptimizer | None:
-        return self._managed.get(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        own = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._managed.get(id(own))
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over the whole model, including the parts that other ranks hold."""
@@ -349,9 +351,10 @@ class MegatronPrecision(Precision):
             self.loss_scale.load_grad_scaler_state(state)
 
 
-def _reached(module: nn.Module, *without: type[nn.Module]) -> set[nn.Module]:
-    """A module and its submodules, without those of some classes and all that only these contain."""
-    return {part for _, part in module.named_modules({part for part in module.modules() if isinstance(part, without)})}
+def _reached(module: nn.Module, *without: type[nn.Module]) -> dict[int, nn.Module]:
+    """A module and its submodules by ``id``, without those of some classes and all that only these contain."""
+    left_out = {part for part in module.modules() if isinstance(part, without)}
+    return {id(part): part for _, part in module.named_modules(left_out)}
 
 
 def _home(layer: nn.Module) -> str:

@@ -245,10 +245,14 @@ class OwnCallbacks:
         """Restore Lightning's signal handlers, which Lightning itself removes next, and remove the added callbacks."""
         for switch in self._switches:
             switch.give_back()
-        self._present[:] = [callback for callback in self._present if callback not in self._added]
+        self._present[:] = [callback for callback in self._present if not self._is_own(callback)]
         self._trainer, self._added = None, []
 
+    def _is_own(self, callback: Callback) -> bool:
+        """True for a callback that was added here; by identity, as a user's callback may define ``==``."""
+        return any(callback is own for own in self._added)
+
     def _place(self, callback: Callback) -> int:
-        if callback in self._added:
+        if self._is_own(callback):
             return ORDER.index(type(callback))
         return ORDER.index(Checkpoint if isinstance(callback, Checkpoint) else Callback)

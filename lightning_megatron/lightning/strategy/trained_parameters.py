@@ -102,11 +102,11 @@ class TrainedParameters:
     def main_state_dict(self, module: LightningModule) -> dict[str, Any]:
         """The ``state_dict`` of a module with main values in the place of parameters, on the host."""
         self.settle()
-        mains: dict[Any, Any] = {}
+        mains: dict[int, Tensor] = {}
         for optimizer in self.sharded:
             mains |= optimizer.main_values()
         state = module.state_dict(keep_vars=True)
-        return {name: mains[value] if value in mains else _on_host(value) for name, value in state.items()}
+        return {name: mains[id(value)] if id(value) in mains else _on_host(value) for name, value in state.items()}
 
     # Files of optimizer state
 
