@@ -1,14 +1,14 @@
-"""Broadcast of initial values, so that all copies of a parameter are equal."""
+"""Broadcast of parameters and buffers, so that all copies of them are equal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import broadcast_in_place
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.params import ParamSpec
 
 
@@ -26,3 +26,16 @@ def broadcast_params(named_params: Iterable[tuple[str, nn.Parameter, ParamSpec]]
         for axis in expert if spec.is_expert else dense:
             if axis.size > 1:
                 broadcast_in_place(param.data, axis, 0)
+
+
+@torch.no_grad()
+def broadcast_buffers(buffers: Iterable[Tensor], axis: Axis, source: int) -> None:
+    """Broadcast buffers in place from position ``source``, all of one dtype at once; every rank must call this."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for alike in by_dtype.values():
+        values = broadcast_in_place(torch.cat([buffer.flatten() for buffer in alike]), axis, source)
+        if axis.rank != source:
+            for buffer, part in zip(alike, values.split([buffer.numel() for buffer in alike]), strict=True):
+                buffer.copy_(part.view_as(buffer))

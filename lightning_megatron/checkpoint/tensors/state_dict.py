@@ -8,6 +8,7 @@ names and sizes that are the same on all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,31 +35,49 @@ def local_tensors(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def model_state(tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh: ParallelMesh) -> State:
+def model_state(
+    tensors: Mapping[str, Any], specs: Mapping[str, ParamSpec], mesh: ParallelMesh, *, saving: bool = False
+) -> State:
     """The model's part of a checkpoint.
+
+    What has no spec, buffers and values that are no tensors, may differ between ranks. The first rank of a stage saves
+    it, and of several stages that have it the last one, because code behind the model's call runs there alone.
 
     Args:
         tensors: local parameters and buffers by global name (:func:`local_tensors`, or a callback's version of it);
             other values are saved once and replaced in the dictionary on load.
         specs: specs by the same names; a tensor without one is replicated on all ranks.
+        saving: True to leave out, without their names, copies that another rank saves and that may differ. Then every
+            rank must call this.
 
     Raises:
         ValueError: if a tensor cannot be a local shard by its spec.
     """
     known = {name: specs.get(name) or ParamSpec(tuple(t.shape)) for name, t in tensors.items() if torch.is_tensor(t)}
-    writes = _writers({name: tensors[name].nbytes for name in known}, known, mesh, dp_replicates=True)
+    shards = {name: spec for name, spec in known.items() if name in specs}
+    writes = _writers({name: tensors[name].nbytes for name in shards}, shards, mesh, dp_replicates=True)
+    is_first = mesh.tp.rank == mesh.dp_cp.rank == 0
+    elsewhere = _saved_elsewhere([name for name in tensors if name not in specs], mesh, is_first) if saving else set()
     state: State = {}
     for name, value in tensors.items():
         if name not in known:
-            state[model_key(name)] = value
+            if name not in elsewhere:
+                state[model_key(name)] = value
             continue
         spec = known[name]
         try:
-            fragment = Fragment.of_local(value, spec, mesh.shard_ranks, writes[name])
+            fragment = Fragment.of_local(value, spec, mesh.shard_ranks, writes.get(name, is_first))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        _add(state, model_key(spec.tied_with or name), fragment)
+        _add(state, model_key(spec.tied_with or name), replace(fragment, chunks=()) if name in elsewhere else fragment)
     return state
+
+
+def _saved_elsewhere(names: Sequence[str], mesh: ParallelMesh, is_first: bool) -> set[str]:
+    """Those of the names without a spec that this rank leaves to the first rank of its stage, or of a later one."""
+    stages = all_gather_object(mesh, (mesh.pp.rank, list(names))) if mesh.pp.size > 1 else []
+    later = {name for stage, held in stages if stage > mesh.pp.rank for name in held}
+    return later.intersection(names) if is_first else set(names)
 
 
 def optimizer_state(

@@ -32,7 +32,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.formats.lightning_file import MODEL_STATE
 from lightning_megatron.checkpoint.formats.meta import NOTE, refuse_other_writers
-from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, optimizer_family, whole_state_key
+from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, model_key, optimizer_family, whole_state_key
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.files import PathLike
@@ -97,9 +97,10 @@ def save_trainer_checkpoint(
     edited = set().union(*all_gather_object(mesh, edited_names(every[trained], module)))
     rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
     rest |= base_entry(module)
-    state = model_state(kept_names(module, without_repeats(tensors, module)), spec_registry(module), mesh)
+    kept = kept_names(module, without_repeats(tensors, module))
+    state = model_state(kept, spec_registry(module), mesh, saving=True)
     for key, version in versions.items():
-        state |= version_state(key, version, module, mesh)
+        state |= version_state(key, version, module, mesh, saving=True)
     has_optimizers, action = "optimizer_states" in rest, f"saving {path}"
     of_optimizers, late = _optimizer_states(module, optimizers if has_optimizers or one_file else (), mesh, sharded)
     if has_optimizers:
@@ -224,6 +225,7 @@ def load_model(
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh)
     loaded = _fill(opened, state, module, finite=finite)
+    _load_extra_state(state, module)
     if loaded.per_rank is None:
         rank_zero_info(f"{path} was saved under another layout: random generators restart from the seed")
     checkpoint = {key: value for key, value in meta.items() if key != NOTE}
@@ -278,6 +280,13 @@ def _fill(opened: OpenCheckpoint, state: State, module: LightningModule, *, fini
     for name in (*loaded.missing, *loaded.unexpected):
         rank_zero_warn(f"{opened}: {name} was {'not found' if name in loaded.missing else 'not asked for'}")
     return loaded
+
+
+def _load_extra_state(state: State, module: LightningModule) -> None:
+    """Give parts of the module what their ``get_extra_state`` returned; tensors are filled in place."""
+    keys = {name: model_key(name) for name, value in module.state_dict().items() if not torch.is_tensor(value)}
+    if values := {name: state[key] for name, key in keys.items() if key in state}:
+        module.load_state_dict(values, strict=False)
 
 
 def _begin_with_weights(path: PathLike, module: LightningModule, mesh: ParallelMesh) -> LoadedModel:

@@ -69,9 +69,11 @@ def is_live(value: Any, live: Any) -> bool:
     return value.data_ptr() == live.data_ptr()
 
 
-def version_state(key: str, tensors: Mapping[str, Any], module: LightningModule, mesh: ParallelMesh) -> State:
-    """Entries of one version in a checkpoint, named ``<key>.<name>``."""
-    state = model_state(without_repeats(tensors, module), spec_registry(module), mesh)
+def version_state(
+    key: str, tensors: Mapping[str, Any], module: LightningModule, mesh: ParallelMesh, *, saving: bool = False
+) -> State:
+    """Entries of one version in a checkpoint, named ``<key>.<name>``; ``saving`` as for :func:`model_state`."""
+    state = model_state(without_repeats(tensors, module), spec_registry(module), mesh, saving=saving)
     return {version_key(key, Key.parse(name).name): value for name, value in state.items()}
 
 

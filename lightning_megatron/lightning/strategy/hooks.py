@@ -300,6 +300,7 @@ class StrategyHooks(ParallelStrategy):
         batches = module.trainer.accumulate_grad_batches
         micro_batches = self.engine.split(batch) if module.automatic_optimization else None
         optimizers.begin_batch(module.trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
+        self._params.share_buffers(module.trainer, sends_gradients=not self._accumulating)
         with self.precision_plugin.train_step_context(), self.watching_batches(), self._graphs.batch("training", batch):
             scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
             if micro_batches is None:
@@ -365,8 +366,10 @@ class StrategyHooks(ParallelStrategy):
     # Evaluation
 
     def on_validation_start(self) -> None:
-        """Give a validation that is repeated after resuming the random numbers of its first attempt."""
-        if not self._ranks.module.trainer.sanity_checking:
+        """Broadcast buffers, and give a validation that is repeated after resuming its first random numbers."""
+        trainer = self._ranks.module.trainer
+        self._params.share_buffers(trainer, sends_gradients=False)
+        if not trainer.sanity_checking:
             self.checkpoints.randomness.begin_validation()
 
     @recorded(Kind.VALIDATION_STEP)

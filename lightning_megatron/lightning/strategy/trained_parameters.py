@@ -12,11 +12,13 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.lightning import checkpointing
+from lightning_megatron.lightning.step.buffers import BufferSync
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.ranks import JobRanks
+from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.optim.zero import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -28,11 +30,13 @@ class TrainedParameters:
 
     Attributes:
         optimizers: optimizers on flat buffers; ``None`` before a fit.
+        buffers: broadcasts of the module's buffers; ``None`` before a fit.
     """
 
     def __init__(self, ranks: JobRanks) -> None:
         self._ranks, self._job = ranks, ranks.job
         self.optimizers: OptimizerSet | None = None
+        self.buffers: BufferSync | None = None
 
     @property
     def sharded(self) -> tuple[ShardedOptimizer, ...]:
@@ -54,7 +58,7 @@ class TrainedParameters:
     def _take_apart(self) -> None:
         if self.optimizers is not None:
             self.optimizers.close()
-        self.optimizers = None
+        self.optimizers = self.buffers = None
         self._ranks.strategy.optimizers = []
         self._ranks.strategy.lr_scheduler_configs = []
 
@@ -73,10 +77,16 @@ class TrainedParameters:
         )
         checks_nan = job.check_for_nan_in_loss_and_grad
         found = OptimizerSet(self._ranks.module, strategy.optimizers, mesh, config, checks_nan)
-        self.optimizers = found
+        self.optimizers, self.buffers = found, BufferSync(self._ranks.module, mesh)
         precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
 
     # Values between steps
+
+    def share_buffers(self, trainer: Trainer, *, sends_gradients: bool) -> None:
+        """Broadcast buffers before a batch of training or a validation, see :class:`BufferSync`."""
+        is_everywhere = trainer.training or not may_stay_away(trainer, self._ranks.layout)
+        if self.buffers is not None and is_everywhere:
+            self.buffers.begin(sends_gradients)
 
     def finish_gather(self) -> None:
         """Wait until all parameters have the values of the last step."""

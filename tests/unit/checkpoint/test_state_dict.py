@@ -42,13 +42,22 @@ def writers_of(key, states):
 
 def test_each_replica_group_has_one_writer_and_the_work_is_spread():
     tensors = {f"w{i}": torch.zeros(4, 3) for i in range(8)} | {f"n{i}": torch.zeros(3) for i in range(8)}
-    specs = {f"w{i}": ParamSpec((8, 3), 0) for i in range(8)}
+    specs = {f"w{i}": ParamSpec((8, 3), 0) for i in range(8)} | {f"n{i}": ParamSpec((3,)) for i in range(8)}
     states = [model_state(tensors, specs, mesh) for mesh in meshes(tp=2, dp=2, cp=2)]
     for i in range(8):
         assert len(writers_of(f"model.w{i}", states)) == 2, "one for each slice"
         assert len(writers_of(f"model.n{i}", states)) == 1
     written = [sum(chunk.write for value in state.values() for chunk in value.chunks) for state in states]
     assert written == [3] * 8, "two slices and one whole tensor each"
+
+
+def test_what_has_no_spec_is_saved_by_the_first_rank():
+    tensors = {f"running_{i}": torch.zeros(3) for i in range(8)} | {"running_mean._extra_state": 1}
+    states = [model_state(tensors, {}, mesh) for mesh in meshes(tp=2, dp=2, cp=2)]
+    assert [writers_of(f"model.running_{i}", states) for i in range(8)] == [[0]] * 8
+    copies = [model_state(tensors, {}, mesh, saving=True) for mesh in meshes(tp=2, dp=2, cp=2)][1:]
+    assert all(list(state) == [f"model.running_{i}" for i in range(8)] for state in copies)
+    assert not any(value.chunks for state in copies for value in state.values())
 
 
 def test_a_copy_on_another_stage_reads_from_the_first_and_writes_nothing():

@@ -1,0 +1,209 @@
+"""Buffers and metrics of a user's modules on several ranks, against ``DistributedDataParallel`` bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_megatron import LlamaModule, MegatronStrategy, VerifyCheckpoint
+from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+
+X = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
+X[::2] += 3.0  # replicas see different samples, as of other speakers
+ROWS = TensorDataset(X, (X.sum(1) > 6).long())
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 64}
+TOKENS = [{"tokens": torch.arange(n, n + 16), "labels": torch.arange(n + 1, n + 17)} for n in range(16)]
+
+
+class Net(L.LightningModule):
+    """Batch statistics, an own statistic that the loss depends on, and a random buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(torch.distributed.get_rank())  # a script that seeds nothing
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        self.register_buffer("projection", torch.randn(4, 4), persistent=False)
+        self.register_buffer("largest", torch.zeros(()))
+        self.trace: list[dict[str, Tensor]] = []
+
+    def step(self, batch: Any) -> Tensor:
+        self.trace.append({name: buffer.clone() for name, buffer in self.named_buffers()})
+        x = (batch[0] @ self.projection) / (1 + self.largest)
+        return nn.functional.cross_entropy(self.net(x), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.step(batch)
+        self.largest = torch.maximum(self.largest, batch[0].abs().max())  # a new tensor each time
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.step(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(strategy: Any, batch_size: int = 4, **options: Any) -> dict[str, Any]:
+    """Buffers before each step, validations, and weights and buffers at the end, of this rank."""
+    recorder, module = Recorder(), Net()
+    trainer = quiet_trainer(strategy, logger=[recorder], max_epochs=2, **options)
+    trainer.fit(module, DataLoader(ROWS, batch_size), DataLoader(ROWS, batch_size))
+    return {"trace": module.trace, "val": recorder.series("val"), "end": {**module.state_dict()}}
+
+
+def against_ddp(options: dict[str, Any]) -> tuple[Any, Any]:
+    return trained(MegatronStrategy(), **options), trained(DDPStrategy(), **options)
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"val_check_interval": 4}, {"accumulate_grad_batches": 3, "val_check_interval": 2}],
+    ids=str,
+)
+def test_buffers_have_ddps_values_before_every_step_and_validation(ranks: Any, options: dict[str, Any]) -> None:
+    for ours, theirs in ranks(2, against_ddp, options):
+        assert_same(ours, theirs)
+
+
+def micro_batches() -> tuple[Any, Any]:
+    ours = trained(MegatronStrategy(micro_batch_size=2), limit_val_batches=0)
+    return ours, trained(DDPStrategy(), 2, accumulate_grad_batches=2, limit_val_batches=0)
+
+
+def test_micro_batches_see_the_buffers_of_accumulated_batches(ranks: Any) -> None:
+    for ours, theirs in ranks(2, micro_batches):
+        assert_same(ours, theirs)
+
+
+class Measured(L.LightningModule):
+    """A classifier with metrics, which hash their states."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.where = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), where
+        self.accuracy, self.mean = MulticlassAccuracy(num_classes=2), MeanMetric()
+        self.mean.register_buffer("of_this_rank", torch.zeros(()))
+
+    def step(self, batch: Any, where: str) -> Tensor:
+        out = self.net(batch[0])
+        loss = nn.functional.cross_entropy(out, batch[1])
+        if where == self.where:
+            self.accuracy(out, batch[1])
+            self.mean(loss.detach())
+            self.log_dict({"accuracy": self.accuracy, "mean": self.mean}, on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch, "val")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def measured(where: str) -> list[Any]:
+    def run(strategy: Any) -> Any:
+        recorder, module = Recorder(), Measured(where)
+        trainer = quiet_trainer(strategy, logger=[recorder], max_epochs=2)
+        trainer.fit(module, DataLoader(ROWS, 4), DataLoader(ROWS, 4))
+        return module.state_dict(), recorder.series("accuracy"), recorder.series("mean")
+
+    return [run(MegatronStrategy()), run(DDPStrategy())]
+
+
+@pytest.mark.parametrize("where", ["train", "val"])
+def test_metrics_of_a_module_train_with_overlapped_gathers(ranks: Any, where: str) -> None:
+    for ours, theirs in ranks(2, measured, where):
+        assert_same(ours, theirs)
+
+
+# Checkpoints
+
+
+class Counting(LlamaModule):
+    """Counts where only some ranks come: behind the model's call, or on the first rank alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.kept = 0
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(int(self.steps))
+        loss = super().training_step(batch, batch_idx)
+        if self.strategy.mesh.pp.size > 1 or self.global_rank == 0:
+            self.steps += 1
+            self.kept += 1
+        return loss
+
+    @property
+    def strategy(self) -> Any:
+        return self.trainer.strategy
+
+    def get_extra_state(self) -> int:
+        return self.kept
+
+    def set_extra_state(self, state: int) -> None:
+        self.kept = state
+
+
+def counted(axes: dict[str, int], path: Path, fmt: dict[str, Any]) -> list[int]:
+    module = Counting("llama-tiny", **SIZES, num_query_groups=2)
+    callbacks = [VerifyCheckpoint()]  # which compares replicas
+    trainer = quiet_trainer(MegatronStrategy(**axes, **fmt), max_steps=3, callbacks=callbacks, limit_val_batches=0)
+    trainer.fit(module, DataLoader(TOKENS, 2))  # type: ignore[arg-type]
+    trainer.save_checkpoint(path)
+    return module.seen
+
+
+def of_checkpoint(path: Path) -> tuple[int, int]:
+    module = Counting("llama-tiny", **SIZES, num_query_groups=2)
+    quiet_trainer(MegatronStrategy(), max_steps=3).fit(module, DataLoader(TOKENS, 2), ckpt_path=path)  # type: ignore[arg-type]
+    return int(module.steps), module.kept
+
+
+@pytest.mark.parametrize("form", ["directory", "file"])
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_a_checkpoint_has_the_values_of_the_rank_that_runs_the_code(
+    ranks: Any, tmp_path: Path, axes: dict[str, int], form: str
+) -> None:
+    path, fmt = tmp_path / "a.ckpt", {"save_distributed_checkpoint": False} if form == "file" else {}
+    assert ranks(2, counted, axes, path, fmt) == [[0, 1, 2]] * 2
+    assert ranks(1, of_checkpoint, path) == [(3, 3)]
+
+
+def fit_and_load(path: Path) -> tuple[list[float], Any]:
+    recorder, module = Recorder(), Net()
+    trainer = quiet_trainer(MegatronStrategy(), logger=[recorder], max_epochs=2)
+    trainer.fit(module, DataLoader(ROWS, 4), DataLoader(ROWS, 24))
+    trainer.save_checkpoint(path)
+    return recorder.series("val")[-1:], module.projection
+
+
+def validated(path: Path, projection: Tensor) -> float:
+    module = Net()
+    module.projection.copy_(projection)
+    found = quiet_trainer(MegatronStrategy()).validate(module, DataLoader(ROWS, 48), ckpt_path=path, verbose=False)
+    return found[0]["val"]
+
+
+def test_one_process_validates_a_checkpoint_as_the_fit_on_two_replicas(ranks: Any, tmp_path: Path) -> None:
+    (val, projection), _ = ranks(2, fit_and_load, tmp_path / "a.ckpt")
+    assert ranks(1, validated, tmp_path / "a.ckpt", projection) == pytest.approx(val, rel=1e-6)
