@@ -245,7 +245,9 @@ def fine_tuning_of_a_backbone() -> Program:
     class Transfer(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            self.backbone = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1))
+            # Without a bias, which normalization takes out: Adam would make whole steps of its gradient's rounding.
+            first = nn.Conv2d(1, 2, 3, padding=1, bias=False)
+            self.backbone = nn.Sequential(first, nn.BatchNorm2d(2), nn.Conv2d(2, 1, 1))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.backbone(x))
