@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,8 +54,9 @@ class KillSwitch(Callback):
     Ctrl-C, a second or more after the first. If the file exists already when ``fit`` begins, the run ends before the
     model is built. The file is never removed: a requeued job ends at once, too.
 
-    The checkpoint has the name that ``ckpt_path="last"`` looks for, in the directory of the first ``ModelCheckpoint``,
-    or ``checkpoints/`` in the Trainer's ``default_root_dir``. It holds the state in mid-epoch. On Slurm with requeueing
+    The checkpoint is the last one of the first ``ModelCheckpoint`` with ``save_last``, or of the first one if none has
+    it; without a ``ModelCheckpoint`` it is ``checkpoints/last.ckpt`` in the Trainer's ``default_root_dir``. The
+    callback's later saves replace it. It holds the state in mid-epoch. On Slurm with requeueing
     (``SLURMEnvironment(auto_requeue=True)``, Lightning's default), the name from which Lightning resumes a requeued job
     is linked to it, too, and after the requeue signal (SIGUSR1) the job is requeued.
 
@@ -97,6 +99,7 @@ class KillSwitch(Callback):
         self._same_validation = False
         self._told = 0
         self._saved: str | None = None
+        self._linking: ModelCheckpoint | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the run if the file is there already."""
@@ -120,8 +123,10 @@ class KillSwitch(Callback):
         self._signals.listen(getattr(launcher, "kill", None))
 
     def give_back(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers, and ``save_last="link"`` of a callback."""
         self._signals.give_back()
+        if self._linking is not None:
+            self._linking.save_last, self._linking = "link", None
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Listen to signals."""
@@ -168,10 +173,31 @@ class KillSwitch(Callback):
             return
         checkpoint = trainer.strategy.broadcast(checkpoint_path(trainer))
         rank_zero_info(f"{self.reason}: saving step {trainer.global_step} to {checkpoint}, then leaving")
+        replaced = self._take_over_last(trainer, checkpoint)
         trainer.save_checkpoint(checkpoint, weights_only=False)  # Lightning's default, which it logs
         if (own := _checkpoints(trainer)) is not None:
             own.finish()  # the exit must not hide its error
         self._saved = checkpoint
+        if replaced is not None:
+            trainer.strategy.remove_checkpoint(replaced)
+
+    def _take_over_last(self, trainer: Trainer, checkpoint: str) -> str | None:
+        """Make a checkpoint the last one of a callback, before it is saved with the callback's state.
+
+        Otherwise the callback, now or in the resumed run, would take it for another run's, and never replace it. In
+        the present step the callback may still save: it must not link the name to an older checkpoint then.
+
+        Returns:
+            The last checkpoint before, if it is to be removed: not if this run was resumed from it, as in Lightning.
+        """
+        saver = _last_saver(trainer)
+        if saver is None:
+            return None
+        if saver.save_last == "link":
+            saver.save_last, self._linking = True, saver
+        before, saver.last_model_path = saver.last_model_path, checkpoint
+        resumed_from = trainer.ckpt_path and os.path.abspath(trainer.ckpt_path)
+        return None if before in ("", checkpoint) or os.path.abspath(before) == resumed_from else before
 
     # Lightning logs a step after its last hook. So the run ends at the next hook, whichever of these that is.
 
@@ -246,28 +272,42 @@ class KillSwitch(Callback):
 
 
 def checkpoint_path(trainer: Trainer) -> str:
-    """Path at which ``ckpt_path="last"`` will find the checkpoint of a run that is stopped now."""
-    savers = [saver for saver in trainer.checkpoint_callbacks if isinstance(saver, ModelCheckpoint)]
-    if not savers or savers[0].dirpath is None:
+    """Path at which ``ckpt_path="last"`` will find the checkpoint of a run that is stopped now.
+
+    It is spelled as ``ModelCheckpoint`` spells it, which compares paths as text.
+    """
+    saver = _last_saver(trainer)
+    if saver is None:
         folder = Path(trainer.default_root_dir) / "checkpoints"
         return str(folder / f"{ModelCheckpoint.CHECKPOINT_NAME_LAST}{ModelCheckpoint.FILE_EXTENSION}")
     counts = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
-    name = savers[0].format_checkpoint_name({**trainer.callback_metrics, **counts}, savers[0].CHECKPOINT_NAME_LAST)
-    return str(_own_version(Path(name), (savers[0].last_model_path, trainer.ckpt_path)))
+    name = partial(saver.format_checkpoint_name, {**trainer.callback_metrics, **counts}, saver.CHECKPOINT_NAME_LAST)
+    return _own_version(name, saver.STARTING_VERSION, (saver.last_model_path, trainer.ckpt_path))
 
 
-def _own_version(path: Path, own: Iterable[str | os.PathLike[str] | None]) -> Path:
+def _last_saver(trainer: Trainer) -> ModelCheckpoint | None:
+    """The callback that keeps the last checkpoint: the first one with ``save_last``, or else the first one."""
+    callbacks = (each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint))
+    savers = [saver for saver in callbacks if saver.dirpath is not None]
+    return next((saver for saver in savers if saver.save_last), savers[0] if savers else None)
+
+
+def _own_version(name: Callable[..., str], first: int, own: Iterable[str | os.PathLike[str] | None]) -> str:
     """The first free version of a name (``last.ckpt``, ``last-v1.ckpt``), or the one that this run has made before.
 
     Args:
-        path: the name.
+        name: function that returns the path of a version ``ver``, and the plain path without an argument.
+        first: number of the first version.
         own: checkpoints that this run has written or resumed from; those of other runs are not overwritten.
     """
-    for known in (Path(other) for other in own if other):
-        if known.parent == path.parent and re.fullmatch(rf"{re.escape(path.stem)}(-v\d+)?", known.stem):
-            return known
-    versions = (path.with_name(f"{path.stem}-v{n}{path.suffix}") for n in itertools.count(1))
-    return next(version for version in itertools.chain([path], versions) if not os.path.lexists(version))
+    folder, plain = os.path.split(name())
+    stem, suffix = os.path.splitext(plain)
+    for known in (Path(os.path.abspath(other)) for other in own if other):
+        is_here = known.parent.resolve() == Path(folder).resolve()
+        if is_here and re.fullmatch(rf"{re.escape(stem)}(-v\d+)?{re.escape(suffix)}", known.name):
+            return os.path.join(folder, known.name)
+    versions = (name(ver=number) for number in itertools.count(first))
+    return next(path for path in itertools.chain([name()], versions) if not os.path.lexists(path))
 
 
 def validate_anew(trainer: Trainer) -> None:
