@@ -42,26 +42,38 @@ class ResumedRandomness:
         self._ranks = ranks
         self._saved: dict[str, Any] | None = None
         self._validation: dict[str, Any] | None = None
+        self._is_due = False
 
     def load(self, saved: dict[str, Any] | None) -> None:
-        """Restore the state in a checkpoint; ``None`` for a checkpoint without one."""
-        self._saved = saved
-        if saved is not None:
-            restore_random_state(saved, self._ranks.mesh.rng)
+        """Take the state in a checkpoint, for :meth:`go_on`; ``None`` for a checkpoint without one."""
+        self._saved, self._is_due = saved, True
+
+    def go_on(self) -> None:
+        """Set every generator to the loaded state; no action in later calls.
+
+        It is called when the training loaders exist, before their iterators. So what ``train_dataloader`` draws, such
+        as a split, is what it drew when the run began, and training draws what follows the checkpoint.
+        """
+        if self._is_due:
+            self._restore()
+
+    def _restore(self) -> None:
+        self._is_due = False
+        if self._saved is not None:
+            restore_random_state(self._saved, self._ranks.mesh.rng)
 
     def begin_batch(self, batch_idx: int) -> None:
         """Resume in mid-epoch with the random numbers of the uninterrupted run.
 
         A new loader iterator draws a seed from torch's generator, which the uninterrupted run did not do in mid-epoch.
         """
-        if self._saved is not None and batch_idx > 0:
-            restore_random_state(self._saved, self._ranks.mesh.rng)
+        if batch_idx > 0:
+            self._restore()
         self._saved = None
 
     def begin_validation(self) -> None:
         """Give a validation that is repeated after resuming the random numbers of its first attempt."""
-        if self._saved is not None:
-            restore_random_state(self._saved, self._ranks.mesh.rng)
+        self._restore()
         self._validation = random_state(self._ranks.mesh.rng)
 
     def end_validation(self, *, sanity_checking: bool) -> None:
@@ -199,6 +211,7 @@ class RunCheckpoints:
         if self._params.sharded:  # in the middle of a run: a tuner restores the state at its start
             self._fill_optimizers(loaded)
             self.randomness.load(loaded.randomness)
+            self.randomness.go_on()
         else:
             self._loaded = loaded
         return checkpoint
@@ -245,7 +258,7 @@ class RunCheckpoints:
             checkpointing.load_optimizers(loaded.opened, self.ranks.module, self._params.sharded, **how)
 
     def go_on(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the group settings and random numbers of the checkpoint, whatever hooks have changed since."""
+        """Restore the checkpoint's group settings, whatever hooks have changed since; random numbers come later."""
         loaded, schedulers = self._loaded, self.ranks.strategy.lr_scheduler_configs
         if loaded is None or checkpoint is not loaded.checkpoint:
             return

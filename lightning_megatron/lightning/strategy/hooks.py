@@ -136,6 +136,8 @@ class StrategyHooks(ParallelStrategy):
             shuffle_by_epoch(dataloader)
         dataloader = share_randomness(dataloader, self._ranks.dp_rank)
         self._own_callbacks.protect_workers(dataloader)
+        if self._ranks.module.trainer.training:  # the user has made the loaders; their iterators come next
+            self.checkpoints.randomness.go_on()
         return dataloader
 
     # Setup: the model and its optimizers
@@ -205,7 +207,7 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints.load_edits(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore settings and random numbers that hooks may have changed since :meth:`setup` loaded the optimizers."""
+        """Restore settings that hooks may have changed since :meth:`setup` loaded the optimizers."""
         self.checkpoints.go_on(checkpoint)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
