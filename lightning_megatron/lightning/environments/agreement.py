@@ -6,7 +6,9 @@ import os
 import re
 from collections.abc import Mapping
 
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
@@ -27,6 +29,8 @@ def rank_problems(
         return []
     world, rank = environment.world_size(), environment.global_rank()
     name = type(environment).__name__.removesuffix("Environment")
+    if isinstance(environment, LightningEnvironment) and dist.is_initialized():
+        world = dist.get_world_size()  # processes of an earlier Trainer in this script
     rule = "devices is the number of processes on each machine, num_nodes that of machines"
     if world != nodes * devices_per_node:
         reason = f"with num_nodes={nodes} that makes {nodes * devices_per_node} ranks, but {name} has started {world}"

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -211,3 +211,16 @@ def test_an_earlier_trainer_that_is_still_there_does_not_disturb(precision: Any)
             losses += recorder.series("train_loss")
         found.append(losses)
     assert found[1] == pytest.approx(found[0], rel=1e-6 if precision == "32-true" else 0.05)
+
+
+def fewer_devices() -> str:
+    with patch.dict("os.environ", LOCAL_RANK=str(dist.get_rank())), pytest.raises(ConfigError) as told:
+        Trainer(accelerator="cpu", devices=1, strategy=MegatronStrategy(), logger=False)
+    return str(told.value)
+
+
+@only_on_cpus
+def test_fewer_devices_than_the_processes_of_this_script_are_refused_on_all_ranks(ranks: Any) -> None:
+    """Where Lightning has launched two processes, both run the rest of the script."""
+    for told in ranks(2, fewer_devices):
+        assert "that makes 1 ranks, but Lightning has started 2" in told
