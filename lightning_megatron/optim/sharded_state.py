@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.main_values import MainParam, MainValues
+from lightning_megatron.optim.kept_values import KeptModel, KeptValues
 from lightning_megatron.optim.optimizer_state import STEP, allocate_state, load_shard, shards_of, state_like
 from lightning_megatron.params import NO_PARAMETER, ParamShard
 
@@ -85,6 +86,18 @@ class ShardedState:
 
     def _mains_by_group(self) -> list[list[nn.Parameter]]:
         return [[part.param for part in parts] for parts in self._parts_by_group()]
+
+    def kept_values(self) -> Iterator[KeptValues]:
+        """This rank's main values, where they are not the parameters themselves."""
+        for main in (main for main in self._mains.values() if not main.is_view):
+            params = {slot.owned.name: slot.owned.param for slot in main.bucket.slots}
+            for shard in _values_of(main):
+                yield KeptValues(shard.name, params[shard.name], shard.start, shard.main)
+
+    def take_kept(self, kept: KeptModel) -> None:
+        """Set main values from those of the model's optimizer before; call ``refresh_params`` afterwards."""
+        for main in self._mains.values():
+            kept.fill(_values_of(main), main.bucket.own_params.dtype)
 
     def init_state(self, *, split: bool = False) -> None:
         """Allocate an element-wise optimizer's state where it has none.
@@ -240,6 +253,10 @@ class ShardedState:
         total = sum(main.flat.nbytes for main in self._mains.values() if not main.is_view)
         states = (self.optimizer.state.get(param, {}) for param in self.main_params)
         return total + sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
+
+
+def _values_of(main: MainValues) -> Iterator[ParamShard]:
+    return (shard for part in main.parts for shard in shards_of(main, part, {}, {}))
 
 
 def _cast_state(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[str, Any]:

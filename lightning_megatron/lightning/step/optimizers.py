@@ -28,6 +28,7 @@ from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.optim.clip import norms_by_name
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.finite_check import FiniteCheck
+from lightning_megatron.optim.kept_values import KeptModel
 from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
@@ -67,10 +68,15 @@ class KeepsWithinStep(Protocol):
 
 
 class Holder:
-    """A module's weak reference to the owner of its optimizers; a copy refers to no owner."""
+    """A module's weak reference to the owner of its optimizers; a copy refers to no owner.
 
-    def __init__(self, owner: object = None) -> None:
+    Attributes:
+        kept: main values of the last fit, which outlive its Trainer; ``None`` where parameters hold them.
+    """
+
+    def __init__(self, owner: object = None, kept: KeptModel | None = None) -> None:
         self._owner = None if owner is None else ref(owner)
+        self.kept = kept
 
     @property
     def owner(self) -> object:

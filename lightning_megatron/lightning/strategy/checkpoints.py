@@ -305,7 +305,7 @@ class RunCheckpoints:
     def close(self) -> None:
         """Finish parameter gathers and background writes, and unlock the folders."""
         self._loaded, self.randomness = None, ResumedRandomness(self.ranks)  # unused state must not reach another run
-        self._params.finish_gather()
+        self._params.end_run()
         try:
             self._close_writer()
         finally:

@@ -168,6 +168,7 @@ class StrategyHooks(ParallelStrategy):
     def _place(self) -> None:
         """Make the model ready for the weights of a checkpoint, once in a run."""
         if self._start.place(self.boundary):
+            self._params.hand_over(self.precision_plugin.mode)
             self.model = self.precision_plugin.convert_module(self._ranks.module)
             self.model_to_device()
 

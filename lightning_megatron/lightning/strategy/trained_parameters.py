@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
@@ -15,11 +16,13 @@ from lightning_megatron.lightning import checkpointing
 from lightning_megatron.lightning.step.buffers import BufferSync
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
-from lightning_megatron.lightning.step.precision import MegatronPrecision
+from lightning_megatron.lightning.step.precision import MegatronPrecision, PrecisionMode
 from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
+from lightning_megatron.optim.kept_values import KeptModel, KeptValues
 from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.params import named_specs
 
 if TYPE_CHECKING:
     from lightning_megatron.checkpoint.optimizer_export.export import Collectors, HostMemory
@@ -37,6 +40,8 @@ class TrainedParameters:
         self._ranks, self._job = ranks, ranks.job
         self.optimizers: OptimizerSet | None = None
         self.buffers: BufferSync | None = None
+        self._holder, self._is_further_fit = Holder(), False
+        self._narrow: torch.dtype | None = None  # dtype of parameters that hold their main values rounded
 
     @property
     def sharded(self) -> tuple[ShardedOptimizer, ...]:
@@ -50,15 +55,40 @@ class TrainedParameters:
         module = self._ranks.strategy.lightning_module
         if module is not None and is_fitting(module):
             earlier = vars(module).get("_megatron_holder")
-            if isinstance(earlier, Holder) and isinstance(params := earlier.owner, TrainedParameters):
+            self._is_further_fit = isinstance(earlier, Holder)
+            earlier = earlier if isinstance(earlier, Holder) else Holder()
+            if isinstance(params := earlier.owner, TrainedParameters):
                 params._take_apart()
-            module._megatron_holder = Holder(self)  # type: ignore[assignment] # on a module of any class
+            self._holder = Holder(self, earlier.kept)
+            module._megatron_holder = self._holder  # type: ignore[assignment] # on a module of any class
         self._take_apart()
+
+    def hand_over(self, mode: PrecisionMode) -> None:
+        """Before the cast to this precision, give an earlier fit's main values to this one.
+
+        Tensors of fewer bits are cast back to those of this precision. Values that the cast will round are kept.
+        """
+        kept, module = self._holder.kept, self._ranks.module
+        if kept is None and self._is_further_fit and mode.main is not None:
+            wide = [(name, param) for name, param, _ in named_specs(module) if param.dtype == mode.main]
+            values = (KeptValues(name, param, 0, param.detach().flatten()) for name, param in wide)
+            self._holder.kept = KeptModel(mode.params, tuple(values))
+        if kept is not None and torch.promote_types(kept.dtype, mode.params) == mode.params:
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.dtype == kept.dtype:
+                    tensor.data = tensor.data.to(mode.params)
+
+    def end_run(self) -> None:
+        """Wait for parameters, and leave main values that they hold rounded to the module's next fit."""
+        self.finish_gather()
+        if self._narrow is not None:
+            values = (values for optimizer in self.sharded for values in optimizer.kept_values())
+            self._holder.kept = KeptModel(self._narrow, tuple(values))
 
     def _take_apart(self) -> None:
         if self.optimizers is not None:
             self.optimizers.close()
-        self.optimizers = self.buffers = None
+        self.optimizers = self.buffers = self._narrow = None
         self._ranks.strategy.optimizers = []
         self._ranks.strategy.lr_scheduler_configs = []
 
@@ -76,8 +106,15 @@ class TrainedParameters:
             overlap_param_gather=job.optimizer.overlap_param_gather and not watched,
         )
         checks_nan = job.check_for_nan_in_loss_and_grad
+        kept, self._holder.kept = self._holder.kept, None
+        kept = None if kept is None else kept.valid()
         found = OptimizerSet(self._ranks.module, strategy.optimizers, mesh, config, checks_nan)
         self.optimizers, self.buffers = found, BufferSync(self._ranks.module, mesh)
+        if kept is not None:
+            for optimizer in found.sharded:
+                optimizer.take_kept(kept)
+                optimizer.refresh_params()
+        self._narrow = None if mode.main is None else mode.params
         precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
 
     # Values between steps

@@ -84,7 +84,7 @@ class FlatBuffer:
         data.copy_(param.detach())
         given, param.grad = param.grad, None
         param.data = data
-        if aliased and grad.dtype != param.dtype:
+        if aliased and getattr(param, "grad_dtype", param.dtype) != grad.dtype:  # an earlier buffer may have set it
             set_grad_dtype(param, grad.dtype)
         slot = Slot(owned, start, data, grad, aliased, self._keep_param_grads)
         if given is not None:
