@@ -71,10 +71,11 @@ class ResumedRandomness:
             self._restore()
         self._saved = None
 
-    def begin_validation(self) -> None:
+    def begin_validation(self, *, sanity_checking: bool) -> None:
         """Give a validation that is repeated after resuming the random numbers of its first attempt."""
-        self._restore()
-        self._validation = random_state(self._ranks.mesh.rng)
+        if not sanity_checking:
+            self._restore()
+            self._validation = random_state(self._ranks.mesh.rng)
 
     def end_validation(self, *, sanity_checking: bool) -> None:
         """Let the first training batch after a repeated validation continue from the present state."""

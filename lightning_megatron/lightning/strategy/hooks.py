@@ -372,8 +372,7 @@ class StrategyHooks(ParallelStrategy):
         """Broadcast buffers, and give a validation that is repeated after resuming its first random numbers."""
         trainer = self._ranks.module.trainer
         self._params.share_buffers(trainer, sends_gradients=False)
-        if not trainer.sanity_checking:
-            self.checkpoints.randomness.begin_validation()
+        self.checkpoints.randomness.begin_validation(sanity_checking=trainer.sanity_checking)
 
     @recorded(Kind.VALIDATION_STEP)
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
