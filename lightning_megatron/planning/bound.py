@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.pipeline.partition import BALANCED, LayerSplit
-from lightning_megatron.pipeline.schedule import schedule_kind
 from lightning_megatron.planning.candidates import CandidateGroup, LayoutCandidate, comm_types
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.request import PlanRequest
@@ -20,10 +17,10 @@ _OF_A_MICRO_BATCH = ("compute", "recompute", "tp", "cp", "ep")
 
 
 class Bound:
-    """Lower bounds of step times: layers and pipeline bubble, without messages, gradient reduction and optimizer.
+    """Lower bounds of step times: layers, without pipeline bubble, messages, gradient reduction and optimizer.
 
     The time of one micro-batch through all layers depends on few of the sizes, and is predicted once for each choice of
-    them. It is divided over the pipeline ranks, scaled to the busiest one; the bubble is that of the schedule's paper.
+    them. It is divided over the pipeline ranks: the busiest one has at least the mean.
 
     Args:
         request: model, devices and batches.
@@ -31,23 +28,16 @@ class Bound:
 
     def __init__(self, request: PlanRequest) -> None:
         self._request = request
-        self._loss_cost = request.config.loss_cost
         self._micro_batches: dict[tuple[object, ...], float | None] = {}
 
-    def seconds(self, candidate: LayoutCandidate, share: float = 0.0) -> float:
-        """Least time of a step; infinite for a candidate that is impossible.
-
-        Args:
-            candidate: one layout.
-            share: smallest share of the layers that must be recomputed, for a candidate that recomputes whole layers.
-        """
+    def seconds(self, candidate: LayoutCandidate) -> float:
+        """Least time of a step; infinite for a candidate that is impossible."""
         whole = self._of_candidate(candidate, candidate.recompute)
         if whole is None:
             return math.inf
-        if candidate.recompute == "full" and "recompute" not in self._request.fixed:
-            # One layer of each stage may be enough.
+        if candidate.recomputed is not None:
+            share = candidate.recomputed * candidate.pp * candidate.vpp / self._request.config.num_layers
             least = self._of_candidate(candidate, None) or 0.0
-            share = max(share, candidate.pp * candidate.vpp / self._request.config.num_layers)
             whole = least + (whole - least) * min(1.0, share)
         return self._of_step(candidate, whole / candidate.micro_batch_size)
 
@@ -59,13 +49,7 @@ class Bound:
 
     def _of_step(self, candidate: LayoutCandidate, sample: float) -> float:
         """Seconds of a step from those of one sample through the whole model."""
-        pp, vpp = candidate.pp, candidate.vpp
-        samples = self._request.global_batch_size // candidate.dp
-        if pp == 1:
-            return sample * samples
-        fill = 1 / 3 if schedule_kind(candidate.schedule, vpp).splits_backward else 1.0
-        bubble = fill * (pp - 1) / vpp * candidate.micro_batch_size
-        return sample / pp * (samples * self._fullest(pp, vpp, candidate.balanced) + bubble)
+        return sample / candidate.pp * (self._request.global_batch_size // candidate.dp)
 
     def comm_type(self, tp: int, cp: int) -> str:
         """The fastest communication of context-parallel attention, which all candidates with these sizes use."""
@@ -107,16 +91,3 @@ class Bound:
             return None
         causes = time_of(job, request.device).by_cause
         return sum(causes[name] for name in _OF_A_MICRO_BATCH)
-
-    def _fullest(self, pp: int, vpp: int, balanced: bool) -> float:
-        """Work of the fullest pipeline rank over the mean."""
-        return _fullest(self._request.config.num_layers, self._loss_cost, pp, vpp, balanced)
-
-
-@lru_cache(maxsize=1024)
-def _fullest(num_layers: int, loss_cost: float, pp: int, vpp: int, balanced: bool) -> float:
-    split = LayerSplit(layout=BALANCED) if balanced else LayerSplit()
-    work = [0.0] * pp
-    for stage in split.stages(num_layers, pp, vpp, loss_cost):
-        work[stage.rank] += len(stage.layers) + loss_cost * stage.has_loss
-    return max(work) * pp / sum(work)

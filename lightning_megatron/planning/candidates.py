@@ -83,6 +83,11 @@ class CandidateGroup:
     micro_batch_sizes: tuple[int, ...]
     recomputes: tuple[str | None, ...]
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Number of ranks on each axis, the same for all candidates."""
+        return self.first.ranks
+
     def __len__(self) -> int:
         return len(self.micro_batch_sizes) * len(self.recomputes)
 
@@ -178,14 +183,15 @@ def _groups(request: PlanRequest, tp: int, pp: int, cp: int, dp: int, comm: str)
         micros = tuple(size for size in (request.fixed["micro_batch_size"],) if samples % size == 0)
     if not micros:
         return
-    recomputes = _recomputes(request)
+    granularities = recomputes(request)
     for ep, etp in _expert_sizes(request, tp, cp * dp * tp):
         for vpp, balanced, schedule in _pipelines(request, pp):
-            first = LayoutCandidate(tp, pp, cp, ep, etp, dp, vpp, comm, balanced, schedule, micros[0], recomputes[0])
-            yield CandidateGroup(first, micros, recomputes)
+            first = LayoutCandidate(tp, pp, cp, ep, etp, dp, vpp, comm, balanced, schedule, micros[0], granularities[0])
+            yield CandidateGroup(first, micros, granularities)
 
 
-def _recomputes(request: PlanRequest) -> tuple[str | None, ...]:
+def recomputes(request: PlanRequest) -> tuple[str | None, ...]:
+    """Granularities of recomputation that a search tries, the least first."""
     if "recompute" in request.fixed:
         return (request.fixed["recompute"],)
     scores = ("selective",) * (request.attention == "reference")

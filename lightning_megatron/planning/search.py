@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
-from itertools import count
-from math import ceil
+from itertools import count, islice
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.planning.bound import Bound
@@ -16,18 +15,14 @@ from lightning_megatron.planning.candidates import (
     impossible,
     job_of_candidate,
     layout_candidates,
+    recomputes,
     with_fewer_layers,
 )
 from lightning_megatron.planning.memory.half import OF_LAYERS
 from lightning_megatron.planning.memory.peak import worst_memory
 from lightning_megatron.planning.plan import Plan, kernels_of, plan_of
 from lightning_megatron.planning.request import PlanRequest
-from lightning_megatron.planning.time.step import time_of
-
-TRIALS = 24
-"""Layouts to time before the search may stop: the lowest ratio of a time to its bound shows how low bounds are."""
-MARGIN = 0.97
-"""Safety factor on that lowest ratio: later candidates may come a little closer to their bounds."""
+from lightning_megatron.planning.time.step import TimeEstimate, time_of
 
 
 @dataclass(frozen=True)
@@ -37,50 +32,22 @@ class Found:
     Attributes:
         plans: the fastest layouts that fit, by predicted tokens/s; one for each combination of axis sizes.
         possible: number of candidates.
+        timed: number of candidates whose time was computed.
         looked_at: number of candidates whose memory was computed.
         closest: the layout that needs least memory, if none fits.
     """
 
     plans: tuple[Plan, ...]
     possible: int
+    timed: int
     looked_at: int
     closest: Plan | None = None
-
-
-@dataclass
-class _State:
-    """Results of a search so far.
-
-    Attributes:
-        best: fastest plan that fits, by axis sizes.
-        memories: plans without a time, by candidate; ``None`` for one that is impossible.
-        fitting: shortest time of candidates that fit, by candidate without recomputation; 0 if that one fits itself.
-        closest: layout with least memory of those that do not fit.
-        lowest_ratio: smallest ratio of a time to its bound.
-        timed: number of times predicted.
-    """
-
-    best: dict[tuple[int, ...], Plan] = field(default_factory=dict)
-    memories: dict[LayoutCandidate, Plan | None] = field(default_factory=dict)
-    fitting: dict[LayoutCandidate, float] = field(default_factory=dict)
-    closest: Plan | None = None
-    lowest_ratio: float = float("inf")
-    timed: int = 0
-
-    def is_beaten(self, least: float, top: int) -> bool:
-        """True if a candidate whose lower bound is ``least`` seconds can hardly be among the ``top``."""
-        if self.timed < TRIALS or len(self.best) < top:
-            return False
-        return least * self.lowest_ratio * MARGIN > sorted(map(step_seconds, self.best.values()))[top - 1]
 
 
 def search(request: PlanRequest, top: int = 5) -> Found:
     """The fastest layouts that fit, one for each combination of axis sizes.
 
-    Candidates are tried in the order of their lower bounds (:class:`Bound`), until no other can be among the ``top``.
-    A group of them waits with a bound of all, so that most are never looked at one by one.
-    Ways to recompute that cannot be faster than one that fits are skipped, and no more whole layers are recomputed
-    than the memory requires.
+    They are found in the order of their predicted times: ``top`` says when the search stops, and changes nothing else.
 
     Args:
         request: model, devices and batches.
@@ -89,31 +56,13 @@ def search(request: PlanRequest, top: int = 5) -> Found:
     Raises:
         ConfigError: if no layout is possible, with the reasons.
     """
-    bound, state = Bound(request), _State()
-    groups = list(layout_candidates(request, bound.comm_type))
-    order = count()
-    waiting: list[tuple[float, int, CandidateGroup | LayoutCandidate]] = [
-        (bound.least(group), next(order), group) for group in groups
-    ]
-    heapify(waiting)
-    while waiting:
-        least, _, entry = heappop(waiting)
-        if state.is_beaten(least, top):
-            break
-        if isinstance(entry, CandidateGroup):
-            most_frugal = _memory(request, next(_more_frugal(request, entry.first)), state)
-            for candidate in entry if most_frugal is None or most_frugal.fits else ():
-                heappush(waiting, (max(least, bound.seconds(candidate)), next(order), candidate))
-            continue
-        share = _least_share(request, entry, state)
-        if not share or not state.is_beaten(bound.seconds(entry, share), top):
-            _look_at(request, entry, least, state)
-    if not state.best and state.closest is None:
+    run = _Search(request)
+    plans = tuple(islice(run.fastest_first(), top))
+    if not plans and run.closest is None:
         raise impossible(request)
-    plans = sorted(state.best.values(), key=step_seconds)
-    looked_at = sum(plan is not None for plan in state.memories.values())
-    closest = None if plans or state.closest is None else plan_of(state.closest.job, request.limit, request.device)
-    return Found(tuple(plans[:top]), sum(map(len, groups)), looked_at, closest)
+    closest = None if plans or run.closest is None else plan_of(run.closest.job, request.limit, request.device)
+    looked_at = sum(plan is not None for plan in run.memories.values())
+    return Found(plans, sum(map(len, run.groups)), len(run.times), looked_at, closest)
 
 
 def step_seconds(plan: Plan) -> float:
@@ -121,60 +70,125 @@ def step_seconds(plan: Plan) -> float:
     return float("inf") if plan.time is None else plan.time.step
 
 
-def _least_share(request: PlanRequest, candidate: LayoutCandidate, state: _State) -> float:
-    """Smallest share of layers to recompute for a candidate to fit; 0 if its memory without recomputation is unknown.
+class _Search:
+    """A search that yields layouts in the order of their predicted times.
 
-    Recomputing all layers saves at most the bytes that all layers keep.
+    Groups of candidates and candidates wait in one heap, each with a time that none of its layouts can beat: a lower
+    bound (:class:`Bound`) first, then, for one candidate, its predicted time. What comes out with its predicted time
+    and fits is the fastest layout left. Most groups are never taken apart, and the memory of few layouts is computed.
+    Recomputation is looked at where a candidate does not fit without it.
+
+    Attributes:
+        groups: every candidate.
+        memories: plans without a time, by candidate; ``None`` for one that is impossible.
+        times: predicted times, by candidate.
+        closest: layout with least memory of those that do not fit.
     """
-    plain = candidate.without_recompute
-    frugal = plain._replace(vpp=1, schedule=None, micro_batch_size=1)
-    known = next((plan for each in (plain, frugal) if (plan := state.memories.get(each)) is not None), None)
-    if candidate.recompute != "full" or known is None:
-        return 0.0
-    kept = sum(known.memory.by_cause.get(cause, 0) for cause in OF_LAYERS)
-    return min(1.0, max(0.0, (known.memory.peak - request.limit) / kept)) if kept else 0.0
 
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._bound = Bound(request)
+        self.groups = list(layout_candidates(request, self._bound.comm_type))
+        self.memories: dict[LayoutCandidate, Plan | None] = {}
+        self.times: dict[LayoutCandidate, TimeEstimate] = {}
+        self.closest: Plan | None = None
 
-def _look_at(request: PlanRequest, candidate: LayoutCandidate, least: float, state: _State) -> None:
-    """Predict the memory of one candidate and, if it fits, its time."""
-    plain = candidate.without_recompute
-    if least >= state.fitting.get(plain, float("inf")):
-        return
-    for frugal in _more_frugal(request, candidate):
-        plan = _memory(request, frugal, state)
-        if plan is not None and not plan.fits:
+    def fastest_first(self) -> Iterator[Plan]:
+        """Layouts that fit, the fastest first, one for each combination of axis sizes."""
+        order, found = count(), set[tuple[int, ...]]()
+        waiting: list[tuple[float, int, CandidateGroup | LayoutCandidate]] = [
+            (self._bound.least(group), next(order), group) for group in self.groups
+        ]
+        heapify(waiting)
+        while waiting:
+            least, _, entry = heappop(waiting)
+            if entry.ranks in found:
+                continue
+            if isinstance(entry, CandidateGroup):
+                following = self._members(entry)
+            elif not self._frugal_fit(entry):
+                following = self._recomputing(entry)
+            elif entry not in self.times:
+                following = self._with_time(entry)
+            elif (plan := self._memory(entry)) is None or not plan.fits:
+                following = self._recomputing(entry)
+            else:
+                found.add(entry.ranks)
+                yield replace(plan, time=self.times[entry])
+                continue
+            for seconds, candidate in following:
+                heappush(waiting, (max(least, seconds), next(order), candidate))
+
+    def _members(self, group: CandidateGroup) -> Iterator[tuple[float, LayoutCandidate]]:
+        """Candidates of a group with the least recomputation, with their bounds; none if no member fits."""
+        most_frugal = self._memory(next(_more_frugal(self._request, group.first)))
+        for micro in group.micro_batch_sizes if most_frugal is None or most_frugal.fits else ():
+            candidate = group.first._replace(micro_batch_size=micro)
+            yield self._bound.seconds(candidate), candidate
+
+    def _with_time(self, candidate: LayoutCandidate) -> Iterator[tuple[float, LayoutCandidate]]:
+        """A candidate with its predicted time; none if it is impossible."""
+        try:
+            job = job_of_candidate(self._request, candidate)
+        except ConfigError:
             return
-    plan = _memory(request, candidate, state)
-    if plan is None or not plan.fits:
-        return
-    plan = _with_fewest_layers(request, candidate, plan, state) or plan
-    plan = replace(plan, time=time_of(plan.job, request.device))
-    seconds = step_seconds(plan)
-    nothing_is_faster = candidate.recompute is None
-    state.fitting[plain] = 0.0 if nothing_is_faster else min(seconds, state.fitting.get(plain, seconds))
-    state.timed += 1
-    state.lowest_ratio = min(state.lowest_ratio, seconds / least)
-    ranks = candidate.ranks
-    if ranks not in state.best or seconds < step_seconds(state.best[ranks]):
-        state.best[ranks] = plan
+        self.times[candidate] = time_of(job, self._request.device)
+        yield self.times[candidate].step, candidate
 
+    def _recomputing(self, candidate: LayoutCandidate) -> Iterator[tuple[float, LayoutCandidate]]:
+        """Ways to recompute more, with their bounds, of a candidate that does not fit."""
+        least, *more = recomputes(self._request)
+        following = []
+        if candidate.recompute == least:
+            ways = [candidate._replace(recompute=recompute) for recompute in more]
+            following = [
+                self._with_layers(way, self._fewest_layers(way)) if way.recompute == "full" else way for way in ways
+            ]
+        elif candidate.recomputed is not None:
+            following = [self._with_layers(candidate, candidate.recomputed + 1)]
+        for each in following:
+            yield self._bound.seconds(each), each
 
-def _with_fewest_layers(request: PlanRequest, candidate: LayoutCandidate, whole: Plan, state: _State) -> Plan | None:
-    """The plan that recomputes the fewest layers of each stage and fits; ``None`` if only all layers are enough.
+    def _with_layers(self, candidate: LayoutCandidate, number: int) -> LayoutCandidate:
+        """A full-recompute candidate that recomputes this number of layers of each stage, or all of fewer."""
+        whole = candidate._replace(recomputed=None)
+        choices = [*with_fewer_layers(self._request, whole), whole]
+        return choices[min(number, len(choices)) - 1]
 
-    Every recomputed layer saves about the same, so the memory with none and with all of them gives the first guess.
-    """
-    choices = with_fewer_layers(request, candidate)
-    plain = _memory(request, candidate.without_recompute, state) if choices else None
-    if plain is None:
-        return None
-    saved, missing = plain.memory.peak - whole.memory.peak, plain.memory.peak - request.limit
-    first = ceil(missing / saved * (len(choices) + 1)) if saved > 0 else 1
-    for choice in choices[max(0, first - 1) :]:
-        plan = _memory(request, choice, state)
-        if plan is not None and plan.fits:
-            return plan
-    return None
+    def _fewest_layers(self, candidate: LayoutCandidate) -> int:
+        """Smallest number of layers to recompute in a stage for a candidate to fit.
+
+        Recomputing all layers saves at most the bytes that all layers keep.
+        """
+        plain = candidate.without_recompute
+        frugal = plain._replace(vpp=1, schedule=None, micro_batch_size=1)
+        known = next((plan for each in (plain, frugal) if (plan := self.memories.get(each)) is not None), None)
+        kept = 0 if known is None else sum(known.memory.by_cause.get(cause, 0) for cause in OF_LAYERS)
+        if known is None or not kept:
+            return 1
+        layers = sum(len(stage.layers) for stage in known.job.stages_of(known.pipeline_rank)) / candidate.vpp
+        return max(1, int(layers * (known.memory.peak - self._request.limit) / kept))
+
+    def _frugal_fit(self, candidate: LayoutCandidate) -> bool:
+        """True unless a candidate that needs less memory does not fit; many candidates share those."""
+        frugal = map(self._memory, _more_frugal(self._request, candidate))
+        return not any(plan is not None and not plan.fits for plan in frugal)
+
+    def _memory(self, candidate: LayoutCandidate) -> Plan | None:
+        """The memory of a candidate; ``None`` if it is impossible."""
+        if candidate in self.memories:
+            return self.memories[candidate]
+        request = self._request
+        try:
+            job = job_of_candidate(request, candidate)
+        except ConfigError:
+            self.memories[candidate] = None
+            return None
+        plan = Plan(job, *worst_memory(job, kernels_of(request.device), request.limit), request.limit, None)
+        self.memories[candidate] = plan
+        if not plan.fits and (self.closest is None or plan.memory.peak < self.closest.memory.peak):
+            self.closest = plan
+        return plan
 
 
 def _more_frugal(request: PlanRequest, candidate: LayoutCandidate) -> Iterator[LayoutCandidate]:
@@ -183,19 +197,3 @@ def _more_frugal(request: PlanRequest, candidate: LayoutCandidate) -> Iterator[L
     yield plain._replace(micro_batch_size=1, recompute=request.fixed.get("recompute", "full"))
     yield plain._replace(micro_batch_size=1)
     yield plain
-
-
-def _memory(request: PlanRequest, candidate: LayoutCandidate, state: _State) -> Plan | None:
-    """The memory of a candidate; ``None`` if it is impossible."""
-    if candidate in state.memories:
-        return state.memories[candidate]
-    try:
-        job = job_of_candidate(request, candidate)
-    except ConfigError:
-        state.memories[candidate] = None
-        return None
-    plan = Plan(job, *worst_memory(job, kernels_of(request.device), request.limit), request.limit, None)
-    state.memories[candidate] = plan
-    if not plan.fits and (state.closest is None or plan.memory.peak < state.closest.memory.peak):
-        state.closest = plan
-    return plan

@@ -31,7 +31,7 @@ def heading(request: PlanRequest, name: str) -> str:
 def found_text(found: Found, limit: int) -> Iterator[str]:
     """Lines of a search."""
     yield (
-        f"{found.possible} layouts looked through, memory of {found.looked_at} predicted; "
+        f"{found.possible} layouts looked through, memory of {found.looked_at} predicted, time of {found.timed}; "
         f"tensors of a rank may take {limit / GIB:.1f} GiB"
     )
     if found.closest is not None:

@@ -148,16 +148,17 @@ def test_a_device_file_is_written(
         (["--model", "llama3.1-70b", "--devices", "64", "--seq-length", "8192", "--global-batch-size", "512"], 1000),
     ],
 )
-def test_a_search_predicts_the_memory_of_few_layouts(words: list[str], most: int, capsys: Capture) -> None:
-    """A prediction takes about a millisecond, and no time is predicted without one: it bounds the work of a search.
+def test_a_search_predicts_memory_and_time_of_few_layouts(words: list[str], most: int, capsys: Capture) -> None:
+    """A prediction of memory takes about a millisecond, one of time half as long: they are the work of a search.
 
     ``benchmarks/startup.py --commands`` measures the seconds of the same searches.
     """
     assert main(["plan", *words, "--device", "h100"]) == 0
-    counts = re.search(r"(\d+) layouts looked through, memory of (\d+) predicted", capsys.readouterr().out)
+    told = r"(\d+) layouts looked through, memory of (\d+) predicted, time of (\d+)"
+    counts = re.search(told, capsys.readouterr().out)
     assert counts is not None
-    possible, predicted = map(int, counts.groups())
-    assert predicted <= most < possible / 5
+    possible, memories, times = map(int, counts.groups())
+    assert max(memories, times) <= most < possible / 5
 
 
 @pytest.mark.slow
