@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_megatron.cli.from_megatron.variables import (
     COMPUTED,
@@ -70,7 +71,27 @@ _FIXED = (
 )
 SCRIPTS: Mapping[str, Mapping[str, str]] = {"llama": _COMMON | _LLAMA, "mixtral": _COMMON | _MIXTRAL}
 """Defaults by script."""
+_CHECKED = {"llama": ("HL_DP", "HL_LLAMA_VER", "HL_LLAMA_MODEL_SIZE"), "mixtral": ("HL_DP", "HL_MIXTRAL_MODEL")}
+"""Variables by script that become no flag themselves: the model is chosen by them, or the devices are counted."""
+_UNREAD = "the script does not read it, or not without another variable that switches on what it belongs to"
 _KNOWN = (*FLAGS, *SWITCHES, *WITH_BINS, *WITH_FP8, *COMPUTED, *HERE, *NONE)
+
+
+class _Values(dict[str, str]):
+    """Values of variables, which remember the names that are read."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a variable, or ``default``."""
+        self.read.add(name)
+        return super().get(name, default)
 
 
 @dataclass
@@ -102,11 +123,15 @@ def habana_line(script: str, environment: Mapping[str, str]) -> HabanaLine:
     raise_if_any(problems)
     _fill(script, values)
     raise_if_any(_devices_problems(values))
+    values = _Values(values)
     words = ["torchrun", "--nproc_per_node", values["HL_DEVICES_PER_NODE"], "--nnodes", values["HL_NUM_NODES"]]
     words += ["pretrain_gpt.py", *_FIXED.split(), *_flags(values)]
     for part in (_folders, _recompute, _fp8, _profile, *((_experts,) if script == "mixtral" else ())):
         words += part(values)
-    return HabanaLine(shlex.join(words), {name: _reason(name) for name in given if _is_without(name, given[name])})
+    usual, read = SCRIPTS[script], {*values.read, *_CHECKED[script], *HERE}
+    without = {name: _reason(name) for name, value in given.items() if _is_without(name, value)}
+    unread = [name for name, value in given.items() if name not in {*read, *NONE} and value != usual.get(name)]
+    return HabanaLine(shlex.join(words), dict.fromkeys(unread, _UNREAD) | without)
 
 
 def _is_without(name: str, value: str) -> bool:
@@ -119,7 +144,8 @@ def _reason(name: str) -> str:
 
 def _problems(script: str, values: Mapping[str, str]) -> list[Problem]:
     """Problems of switches that are not 0 or 1, and of values that must be numbers since they are calculated with."""
-    found = [Problem(n, values[n], "must be 0 or 1") for n in SWITCHES if values.get(n, "0") not in ("0", "1")]
+    switches = (*SWITCHES, "HL_SAVE", "HL_FP8")
+    found = [Problem(n, values[n], "must be 0 or 1") for n in switches if values.get(n, "0") not in ("0", "1")]
     numbers = ["HL_DP", "HL_TP", "HL_PP", "HL_CP", "HL_NUM_NODES", "HL_DEVICES_PER_NODE", "HL_MICRO_BATCH", "HL_GBS"]
     numbers += ["HL_SEQ_LEN", "HL_MOE_NUM_EXPERTS"]
     for name in numbers:
@@ -183,10 +209,12 @@ def _flags(values: Mapping[str, str]) -> list[str]:
     left: tuple[str, ...] = () if values.get("HL_MOE_EXPERT_CAPACITY_FACTOR") else capacity
     if values.get("HL_MOE_DYNAMIC") == "1":
         left += ("HL_TOKEN_DISPATCHER_TYPE",)
+    if values["script"] == "llama":
+        left += ("HL_TOKEN_DISPATCHER_TYPE", *(name for name in (*FLAGS, *SWITCHES) if name.startswith("HL_MOE_")))
     for name, flags in FLAGS.items():
         if name in values and name not in left:
             found += [word for flag in flags for word in (flag, values[name])]
-    return found + [flag for name, flag in SWITCHES.items() if values.get(name) == "1" and name not in left]
+    return found + [flag for name, flag in SWITCHES.items() if name not in left and values.get(name) == "1"]
 
 
 def _folders(values: Mapping[str, str]) -> list[str]:
@@ -211,9 +239,11 @@ def _folders(values: Mapping[str, str]) -> list[str]:
 
 
 def _recompute(values: Mapping[str, str]) -> list[str]:
-    layers, selective = values["HL_RECOMPUTE_NUM_LAYERS"], ["--recompute-granularity", "selective"]
-    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", layers]
-    return {"0": [], "1": full, "2": selective, "3": [*selective, "--recompute-modules", "moe"]}[values["HL_CKP_ACT"]]
+    selective = ["--recompute-granularity", "selective"]
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+    kinds = {"0": [], "1": full, "2": selective, "3": [*selective, "--recompute-modules", "moe"]}
+    layers = ["--recompute-num-layers", values["HL_RECOMPUTE_NUM_LAYERS"]] if values["HL_CKP_ACT"] == "1" else []
+    return [*kinds[values["HL_CKP_ACT"]], *layers]
 
 
 def _fp8(values: Mapping[str, str]) -> list[str]:
@@ -223,8 +253,7 @@ def _fp8(values: Mapping[str, str]) -> list[str]:
     usual = {"HL_FP8_AMAX_HISTORY_LEN": str(micros if values["script"] == "mixtral" else (micros + 15) // 16)}
     small = (values.get("HL_LLAMA_VER"), values.get("HL_LLAMA_MODEL_SIZE")) == ("3.1", "8")
     usual |= {"HL_CACHE_FP8_WEIGHT": "0" if small else "1"}
-    chosen = {**usual, **values}
-    return [word for name, flag in WITH_FP8.items() for word in (flag, chosen[name])]
+    return [word for name, flag in WITH_FP8.items() for word in (flag, values.get(name) or usual[name])]
 
 
 def _profile(values: Mapping[str, str]) -> list[str]:

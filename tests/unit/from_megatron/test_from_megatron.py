@@ -147,7 +147,8 @@ OWN = {
     "--num-virtual-stages-per-pipeline-rank": "2 --pipeline-model-parallel-size 2",
     "--recompute-granularity": "full", "--recompute-method": "block --recompute-granularity full",
     "--recompute-num-layers": "2 --recompute-granularity full",
-    "--distribute-saved-activations": "--recompute-granularity full", "--recompute-modules": "mlp",
+    "--distribute-saved-activations": "--recompute-granularity full --tensor-model-parallel-size 2",
+    "--recompute-modules": "mlp",
     "--fp8-format": "hybrid", "--fp8-amax-history-len": "2 --fp8-format hybrid",
     "--fp8-amax-compute-algo": "max --fp8-format hybrid", "--fp8-margin": "2 --fp8-format hybrid",
     "--first-last-layers-bf16": "--fp8-format hybrid",
@@ -173,6 +174,9 @@ OWN = {
     "--end-weight-decay": "0.2 --start-weight-decay 0.1 --weight-decay-incr-style linear",
     "--weight-decay-incr-style": "linear --start-weight-decay 0.1 --end-weight-decay 0.2",
     "--deepspeed_config": str(Path(__file__).parent / "ds_config.json"),
+    **dict.fromkeys(("--tensor-model-parallel-size", "--model-parallel-size"), "2 --sequence-parallel"),
+    "--context-parallel-size": "2 --attention-dropout 0",
+    **{f"--decoder-{end}-pipeline-num-layers": "2 --pipeline-model-parallel-size 2" for end in ("first", "last")},
     "--pipeline-model-parallel-layout": "Et*2|t*2L --pipeline-model-parallel-size 2",
 }  # fmt: skip
 """Words behind a flag, where those for its kind are none, and further flags that it needs to mean something."""
@@ -185,6 +189,7 @@ REPLACED = {
     "--train-samples": "--train-iters 10000",
     **dict.fromkeys(("--train-data-path", "--valid-data-path", "--test-data-path"), "--data-path corpus"),
     "--disable-bias-linear": "--disable-bias-linear --num-experts 4",
+    "--distribute-saved-activations": "--num-experts 4",
 }
 
 
@@ -275,3 +280,39 @@ def test_faults_end_it_with_words(line: str, texts: list[str], capsys: pytest.Ca
     assert main(["from-megatron-args", "--devices", "8", line]) == 2
     err = capsys.readouterr().err
     assert all(text in err for text in texts), err
+
+
+DENSE = BASE.replace(" --num-experts 4", "").replace("--position-embedding-type rope ", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--position-embedding-type rope --no-position-embedding", "rope"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "rope"),
+        ("--no-position-embedding --position-embedding-type none", "none"),
+        ("--no-position-embedding", "none"),
+        ("", "learned"),
+    ],
+)
+def test_no_position_embedding_means_learned_ones(flags: str, found: str) -> None:
+    """Held against Megatron-LM, whose example for Mixtral has the flag beside rope, where it changes nothing."""
+    config = GPTModule(**recipe(DENSE + flags)["model"]["init_args"]).config
+    assert config.position_embedding == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tensor-model-parallel-size 8", "--tensor-model-parallel-size=8: "),
+        ("--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size=8: 4 layers"),
+        ("--decoder-first-pipeline-num-layers 2", "--decoder-first-pipeline-num-layers=2: there is one stage"),
+        ("--num-experts 4 --expert-model-parallel-size 8", "--expert-model-parallel-size=8: "),
+        ("--context-parallel-size 8 --seq-length 36", "36"),
+    ],
+)
+def test_a_layout_that_cannot_exist_is_refused(flags: str, words: str) -> None:
+    """Held against the strategy, which refuses the same layouts when training begins."""
+    with pytest.raises(ConfigError) as error:
+        recipe(DENSE + flags)
+    assert words in str(error.value)
