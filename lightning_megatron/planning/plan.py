@@ -11,6 +11,9 @@ from lightning_megatron.planning.memory.peak import worst_memory
 from lightning_megatron.planning.memory.shapes import ACCELERATOR, ADDING, HOST, Kernels
 from lightning_megatron.planning.time.step import TimeEstimate, time_of
 
+ALLOCATOR_KEEPS = (0.06, 0.43)
+"""Least and most that allocators had reserved beyond what tensors take, as shares, in published runs (docs/plan.md)."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -29,6 +32,11 @@ class Plan:
     memory: MemoryEstimate
     limit: int | None
     time: TimeEstimate | None
+
+    @property
+    def is_tight(self) -> bool:
+        """True if it fits, but not with the least that an allocator keeps beyond what tensors take."""
+        return self.fits and self.limit is not None and self.memory.peak * (1 + ALLOCATOR_KEEPS[0]) > self.limit
 
     @property
     def fits(self) -> bool:

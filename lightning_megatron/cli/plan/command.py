@@ -74,11 +74,11 @@ def _search(args: argparse.Namespace) -> int:
     result = search(request, args.top)
     plans = list(result.plans)
     if args.json:
-        closest = None if result.closest is None else text.as_data(result.closest)
-        print(json.dumps({"plans": [text.as_data(plan) for plan in plans], "closest": closest}, indent=2))
+        closest = None if result.closest is None else text.as_data(result.closest, device)
+        print(json.dumps({"plans": [text.as_data(plan, device) for plan in plans], "closest": closest}, indent=2))
     else:
         print(text.heading(request, args.model))
-        print("\n".join(text.found_text(result, request.limit)))
+        print("\n".join(text.found_text(result, request)))
     if args.png and plans:
         from lightning_megatron.cli.plan.picture import draw, scaling
 
@@ -125,10 +125,13 @@ def _judge(args: argparse.Namespace) -> int:
     plan = plan_of(job, limit, device)
     ways = [] if plan.fits else ways_out(job, limit, device)
     if args.json:
-        told = {**text.as_data(plan), "ways_out": [{"changes": w.changes, **text.as_data(w.plan)} for w in ways]}
+        told = {
+            **text.as_data(plan, device),
+            "ways_out": [{"changes": way.changes, **text.as_data(way.plan, device)} for way in ways],
+        }
         print(json.dumps(told, indent=2))
     else:
-        print("\n".join(text.verdict(plan, ways)))
+        print("\n".join(text.verdict(plan, ways, device)))
     if args.png:
         from lightning_megatron.cli.plan.picture import draw
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.core.term import Term
-from lightning_megatron.planning.plan import Plan
+from lightning_megatron.planning.plan import ALLOCATOR_KEEPS, Plan
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.search import Found
 from lightning_megatron.planning.settings import layout_words, strategy_arguments
@@ -28,23 +29,23 @@ def heading(request: PlanRequest, name: str) -> str:
     )
 
 
-def found_text(found: Found, limit: int) -> Iterator[str]:
+def found_text(found: Found, request: PlanRequest) -> Iterator[str]:
     """Lines of a search."""
     yield (
         f"{found.possible} layouts looked through, memory of {found.looked_at} predicted, time of {found.timed}; "
-        f"tensors of a rank may take {limit / GIB:.1f} GiB"
+        f"tensors of a rank may take {request.limit / GIB:.1f} GiB"
     )
     if found.closest is not None:
         yield "none fits; the one that needs least:"
-        yield from plan_text(found.closest)
+        yield from plan_text(found.closest, request.device)
     for number, plan in enumerate(found.plans, 1):
         yield ""
         yield f"{number}. {layout_words(plan.job)}"
-        yield from (f"   {line}" for line in plan_text(plan, titled=False))
+        yield from (f"   {line}" for line in plan_text(plan, request.device, titled=False))
 
 
-def plan_text(plan: Plan, *, titled: bool = True) -> Iterator[str]:
-    """Lines of one plan: layout (if ``titled``), speed, memory by cause, time by cause."""
+def plan_text(plan: Plan, device: DeviceSpec | None, *, titled: bool = True) -> Iterator[str]:
+    """Lines of one plan: layout (if ``titled``), speed, its caveat, memory by cause, time by cause."""
     if titled:
         yield layout_words(plan.job)
     time, memory = plan.time, plan.memory
@@ -54,9 +55,14 @@ def plan_text(plan: Plan, *, titled: bool = True) -> Iterator[str]:
             f"{time.tokens_per_second:,.0f} tokens/s, {each:,.0f} a device, MFU {time.mfu:.1%}, "
             f"{time.step:.3g} s a step"
         )
+        if device is not None and device.caveat:
+            yield f"caveat: {device.caveat}"
     where = f" on pipeline rank {plan.pipeline_rank}" if plan.job.layout.pp > 1 else ""
     limit = "" if plan.limit is None else f" of {plan.limit / GIB:.1f}"
     yield f"memory {memory.peak / GIB:.2f} GiB{limit}{where}, most in {memory.moment}"
+    if plan.is_tight:
+        least, most = ALLOCATOR_KEEPS
+        yield f"tight: allocators keep {least:.0%} to {most:.0%} more than this; --max-memory leaves them room"
     yield f"  GiB: {by_cause({name: size / GIB for name, size in memory.by_cause.items()})}"
     if time is not None:
         yield f"  s:   {by_cause(time.by_cause)}"
@@ -71,9 +77,9 @@ def by_cause(values: Mapping[str, float]) -> str:
     return ", ".join([*told, f"other {rest:.2g}"] if rest > 0 else told)
 
 
-def verdict(plan: Plan, ways: list[WayOut]) -> Iterator[str]:
+def verdict(plan: Plan, ways: list[WayOut], device: DeviceSpec | None) -> Iterator[str]:
     """Lines about one given layout: it fits or does not, the largest cause, and the nearest layouts that fit."""
-    yield from plan_text(plan)
+    yield from plan_text(plan, device)
     memory, cause = plan.memory, plan.memory.largest_cause
     size = f"{memory.by_cause[cause] / GIB:.2f} GiB"
     if plan.fits:
@@ -106,7 +112,7 @@ def _term(term: Term) -> str:
     return f"  {term.name:<28} {value:>12}  = {term.formula}"
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
+def as_data(plan: Plan, device: DeviceSpec | None) -> dict[str, Any]:
     """A plan for JSON: bytes, seconds, arguments of the strategy."""
     time = plan.time
     return {
@@ -114,6 +120,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "data_parallel": plan.job.layout.data_parallel_size,
         "num_micro_batches": plan.job.num_micro_batches,
         "fits": plan.fits,
+        "tight": plan.is_tight,
         "limit_bytes": plan.limit,
         "memory_bytes": plan.memory.peak,
         "memory_after_step_bytes": plan.memory.after_step,
@@ -124,6 +131,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
         "seconds_by_cause": None if time is None else dict(time.by_cause),
         "tokens_per_second": None if time is None else time.tokens_per_second,
         "mfu": None if time is None else time.mfu,
+        "time_caveat": None if device is None else device.caveat,
     }
 
 

@@ -137,6 +137,11 @@ class DeviceSpec:
         return next(name for name in order if name in table)
 
     @property
+    def caveat(self) -> str | None:
+        """The origin of the constants if it says that they were not fitted; ``None`` if they were, or it is unknown."""
+        return next((source for source in self.sources if source.startswith("efficiency: not fitted")), None)
+
+    @property
     def usable_bytes(self) -> int:
         """Memory for tensors."""
         return self.memory_bytes - self.workspace_bytes

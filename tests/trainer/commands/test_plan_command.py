@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -159,6 +160,43 @@ def test_a_search_predicts_memory_and_time_of_few_layouts(words: list[str], most
     assert counts is not None
     possible, memories, times = map(int, counts.groups())
     assert max(memories, times) <= most < possible / 5
+
+
+RECIPE = ["plan", "--config", str(RECIPES / "llama3.1-8b.yaml"), "--device", "h100"]
+
+
+@pytest.mark.parametrize("words", [[*SEARCH, "--device", "a100-80", "--top", "2"], RECIPE])
+def test_a_layout_without_room_for_the_allocator_is_marked(words: list[str], capsys: Capture) -> None:
+    """Held against the arithmetic: 6 % more than the prediction is the least that allocators were seen to keep."""
+
+    def plans(limit: int) -> list[dict[str, Any]]:
+        assert main([*words, "--json", "--max-memory", str(limit)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found.get("plans", [found])
+
+    needed = plans(10**12)[0]["memory_bytes"]
+    for limit in (needed, int(needed * 1.05), int(needed * 1.07)):
+        found = plans(limit)
+        assert [plan["tight"] for plan in found] == [plan["memory_bytes"] * 1.06 > limit for plan in found]
+    assert main([*words, "--max-memory", str(limit)]) == 0
+    marks = capsys.readouterr().out.count("tight: allocators keep 6% to 43% more")
+    assert marks == sum(plan["tight"] for plan in found)
+    assert plans(needed)[0]["tight"]
+
+
+@pytest.mark.parametrize("device", ["gaudi2", "gaudi3", "cpu", "h200", "h100", "a100-80"])
+def test_figures_of_devices_without_a_fit_have_a_caveat(device: str, capsys: Capture) -> None:
+    """Held against the table of devices in docs/plan.md."""
+    is_fitted = device in ("h100", "a100-80")
+    words = [*RECIPE[:-1], device, "--max-memory", "500GiB"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    speed = next(number for number, line in enumerate(lines) if "tokens/s" in line)
+    assert lines[speed + 1].startswith("caveat: efficiency: not fitted") == (not is_fitted)
+    assert main([*words, "--json"]) == 0
+    assert (json.loads(capsys.readouterr().out)["time_caveat"] is None) == is_fitted
+    assert main([*SEARCH, "--device", device, "--top", "1", "--max-memory", "80GiB"]) == 0
+    assert ("caveat: " in capsys.readouterr().out) == (not is_fitted)
 
 
 @pytest.mark.slow
