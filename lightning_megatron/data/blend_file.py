@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
-from lightning_megatron.files.small import read_json, read_small
+from lightning_megatron.files.small import read_json, read_small, read_yaml
 
 ENDINGS = (".yaml", ".yml", ".json")
 KEYS = {"train": "train", "valid": "valid", "val": "valid", "validation": "valid", "test": "test"}
@@ -93,7 +93,7 @@ def _parsed(file: Path, argument: str) -> Any:
     import yaml
 
     try:
-        return read_json(file) if file.suffix == ".json" else yaml.safe_load(read_small(file))
+        return read_json(file) if file.suffix == ".json" else read_yaml(read_small(file).decode("utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = f"the file cannot be read: {' '.join(str(error).split())}"
         raise ConfigError([Problem(argument, str(file), reason)]) from None

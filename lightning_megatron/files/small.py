@@ -15,6 +15,10 @@ LONGEST = 1 << 28
 """Bytes: several times the longest published vocabulary and list of files."""
 
 
+MOST_NODES = 1_000_000
+"""Values of a YAML text with its aliases written out: a thousand times the longest recipe."""
+
+
 def read_small(file: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
     """The content of an ordinary file.
 
@@ -29,6 +33,37 @@ def read_small(file: str | os.PathLike[str], longest: int = LONGEST) -> bytes:
     if len(content) > longest:
         raise ValueError(f"longer than {longest} bytes, which no file of its kind is")
     return content
+
+
+def read_yaml(text: str) -> Any:
+    """The value in a YAML text.
+
+    Raises:
+        ValueError: if its aliases would make more than ``MOST_NODES`` values of it.
+        yaml.YAMLError: if it is not YAML.
+    """
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None and _written_out(node, {}) > MOST_NODES:
+            raise ValueError(
+                f"its aliases (*name) multiply to more than {MOST_NODES:,} values: write out what is meant"
+            )
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _written_out(node: Any, sizes: dict[int, float]) -> float:
+    """Values under a YAML node with every alias written out; infinite for one that contains itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = float("inf")
+        pairs = node.value if isinstance(node.value, list) else ()
+        children = [child for pair in pairs for child in (pair if isinstance(pair, tuple) else (pair,))]
+        sizes[id(node)] = 1 + sum(_written_out(child, sizes) for child in children)
+    return sizes[id(node)]
 
 
 def read_json(file: str | os.PathLike[str]) -> Any:

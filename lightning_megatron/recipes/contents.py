@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.files.small import read_yaml
 
 
 def contents_of(paths: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
@@ -59,8 +60,8 @@ def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        contents = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        contents = read_yaml(Path(path).read_text())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = f"cannot be read: {' '.join(str(error).split())}"
         raise ConfigError([Problem("--config", str(path), reason)]) from None
     if not isinstance(contents, dict):

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_megatron.cli.recipes.scale import scaled_recipe
 from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.files.small import read_yaml
 from lightning_megatron.recipes.contents import contents_of
 from lightning_megatron.recipes.environment import VARIABLES, changes_of
 from lightning_megatron.recipes.names import recipe_files
@@ -47,6 +49,7 @@ def config_words(words: Sequence[str], environment: Mapping[str, str]) -> list[s
         ConfigError: for an unknown name, a file that cannot be read, or a job without a small twin.
     """
     given = _read(words)
+    _refuse_multiplied(given.files, words)
     if not given.files:
         if given.scale is not None:
             raise ConfigError([Problem("--scale", given.scale, "needs a recipe: --recipe NAME or --config FILE")])
@@ -61,6 +64,20 @@ def config_words(words: Sequence[str], environment: Mapping[str, str]) -> list[s
     for word in given.others:
         found += [word] if word is not None else [each for part in parts for each in ("--config", part)]
     return found
+
+
+def _refuse_multiplied(files: Sequence[str], words: Sequence[str]) -> None:
+    """Refuse YAML files whose aliases multiply, before LightningCLI copies what they make; it reports other faults."""
+    import yaml
+
+    named = [word.partition("=")[2] or word for word in words]
+    for file in dict.fromkeys([*files, *(name for name in named if name.endswith((".yaml", ".yml")))]):
+        with suppress(OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError):
+            text = Path(file).read_text()
+            try:
+                read_yaml(text if "&" in text else "")
+            except ValueError as error:
+                raise ConfigError([Problem("--config", file, f"cannot be read: {error}")]) from None
 
 
 def _read(words: Sequence[str]) -> _Given:
