@@ -131,7 +131,8 @@ def _expand(layout: str, tokens: list[str], inside: bool = False) -> tuple[str, 
                 raise ConfigError([Problem("pipeline_layout", layout, f"{token} makes more than {_LONGEST} letters")])
             parts[-1] *= times
         elif token == "m":
-            reason = "m asks for a multi-token prediction layer, which no model here has: leave it out"
+            always = "those (mtp_num_layers) are always beside the loss: leave it out"
+            reason = f"m asks for a multi-token prediction layer, and {always}"
             raise ConfigError([Problem("pipeline_layout", layout, reason)])
         elif token in "EtL|":
             parts.append(token)

@@ -168,6 +168,11 @@ class WeightMap:
         """Global names of our tensors."""
         return {rule.native for rule in self.rules}
 
+    def has_stack(self, stack: str, names: Iterable[str]) -> bool:
+        """True if any of the ``names`` in files makes a tensor of ours in a stack of layers."""
+        needed = {name for rule in self.rules if rule.native.startswith(f"{stack}.") for name in rule.foreign}
+        return not needed or any(self._full_name(name) in needed for name in names)
+
     def to_native(
         self, foreign: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, LazyTensor]:

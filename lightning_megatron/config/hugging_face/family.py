@@ -31,6 +31,7 @@ class Family:
         default_preset: preset that the module uses if none is given; empty if the module belongs to another family.
         defaults: defaults of the architecture in place of those that ``from_hf`` assumes.
         passive: entries of ``config.json`` that do not affect what the model computes.
+        stack_keys: entries of ``config.json`` that count the layers of a further stack, by its name in our tensors.
         config_class: class of our configurations.
     """
 
@@ -44,6 +45,7 @@ class Family:
     default_preset: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passive: frozenset[str] = frozenset()
+    stack_keys: Mapping[str, str] = field(default_factory=dict)
     config_class: type[TransformerConfig] = TransformerConfig
 
     def config_from_hf(self, contents: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,8 +83,7 @@ def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
     family, config = _family_and_config(path)
     tensors = read_tensors(path)
     _refuse_unfilled(path, config, tensors)
-    shapes = weight_shapes(config)
-    return config, weight_map(family, config, shapes).to_native(tensors, shapes)
+    return config, _to_native(family, config, tensors, weight_shapes(config))
 
 
 def hf_tensors(
@@ -97,7 +96,7 @@ def hf_tensors(
         ConfigError: naming tensors that are missing, or that the model has no place for.
     """
     family = family_of_weights(read_config(path))
-    return weight_map(family, config, weight_shapes(config)).to_native(read_tensors(path), shapes)
+    return _to_native(family, config, read_tensors(path), shapes)
 
 
 def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
@@ -127,6 +126,18 @@ def _family_and_config(path: PathLike) -> tuple[Family, TransformerConfig]:
     given = read_config(path)
     family = family_of_weights(given)
     return family, family.config_of(given)
+
+
+def _to_native(
+    family: Family, config: TransformerConfig, tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, LazyTensor]:
+    """Tensors by our names, unless ``config.json`` counts a stack of layers without any tensor in the files."""
+    rules = weight_map(family, config, weight_shapes(config))
+    for stack, key in family.stack_keys.items():
+        if not rules.has_stack(stack, tensors):
+            reason = "config.json says so, and no file has their tensors (transformers saves none): write 0 there"
+            raise ConfigError([Problem(key, len(config.stacks[stack]), reason, (0,))])
+    return rules.to_native(tensors, shapes)
 
 
 def _refuse_unfilled(path: PathLike, config: TransformerConfig, tensors: Mapping[str, LazyTensor]) -> None:

@@ -109,3 +109,10 @@ def test_refusals(args: tuple[int, ...], kwargs: dict[str, Any], fragment: str) 
     with pytest.raises(ConfigError) as error:
         partition(*args, **kwargs)
     assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["Ettt|tttt|ttmL", "Et*9m|L", "E(t*3|)*3mL"])
+def test_the_letter_of_multi_token_modules_is_refused_for_a_reason_that_holds(layout: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        LayerSplit(layout=layout).stages(9, 3)
+    assert "those (mtp_num_layers) are always beside the loss" in str(error.value)
