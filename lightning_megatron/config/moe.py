@@ -23,6 +23,7 @@ MOE_RULES: Rules = {
     "moe_input_jitter_eps": within(0.0, 1.0),
     "moe_router_num_groups": at_least(0),
     "moe_router_group_topk": at_least(0),
+    "moe_router_group_score_topk": at_least(0),
     "moe_expert_bias_update_rate": at_least(0.0),
     "moe_shared_expert_ffn_hidden_size": at_least(0),
     "moe_token_dispatcher": OneOf(DISPATCHERS),
@@ -53,9 +54,10 @@ class MoEConfig:
         moe_router_normalize: False for weights that are the sigmoids of the chosen experts, not divided by their sum.
         moe_router_scaling_factor: factor of the weights.
         moe_router_num_groups: groups of equal size into which experts are split, of which a token visits only some; 0
-            for none. A group's score is that of its best expert, or with sigmoid scores the sum of its two best
-            (DeepSeek-V2 and V3, https://arxiv.org/abs/2412.19437).
+            for none.
         moe_router_group_topk: groups that a token visits.
+        moe_router_group_score_topk: best experts of a group that add up to its score, by which groups are chosen; 0 for
+            one, or with sigmoid scores two (DeepSeek-V2 and V3, https://arxiv.org/abs/2412.19437).
         moe_load_balancing: loss that evens out the load: over a micro-batch (``"aux_loss"``), over each sequence
             (``"seq_aux_loss"``), over the whole batch so far (``"global_aux_loss"``), or ``"none"``.
         moe_aux_loss_coeff: weight of that loss.
@@ -91,6 +93,7 @@ class MoEConfig:
     moe_router_scaling_factor: float = 1.0
     moe_router_num_groups: int = 0
     moe_router_group_topk: int = 0
+    moe_router_group_score_topk: int = 0
     moe_load_balancing: str = "aux_loss"
     moe_aux_loss_coeff: float = 0.0
     moe_z_loss_coeff: float = 0.0
@@ -112,6 +115,11 @@ class MoEConfig:
     def has_experts(self, layer: int) -> bool:
         """True if the layer of that number has experts in place of one feed-forward layer."""
         return self.num_experts > 0 and (not self.moe_layers or layer in self.moe_layers)
+
+    @property
+    def experts_in_group_score(self) -> int:
+        """Best experts of a group that add up to its score."""
+        return self.moe_router_group_score_topk or (2 if self.moe_router_score == "sigmoid" else 1)
 
     @property
     def has_expert_bias(self) -> bool:
@@ -148,12 +156,16 @@ class MoEConfig:
         groups, chosen, experts = self.moe_router_num_groups, self.moe_router_group_topk, self.num_experts
         if not groups:
             reason = "there are no groups to choose from: give moe_router_num_groups"
-            return [Problem("moe_router_group_topk", chosen, reason, (0,))] if chosen else []
+            names = ("moe_router_group_topk", "moe_router_group_score_topk")
+            return [Problem(name, value, reason, (0,)) for name in names if (value := getattr(self, name))]
         if experts % groups:
             reason = f"num_experts={experts} does not split into groups of equal size"
             return [Problem("moe_router_num_groups", groups, reason, nearest_to(groups, divisors(experts)))]
         size = experts // groups
-        if self.moe_router_score == "sigmoid" and size < 2:
+        if (best := self.moe_router_group_score_topk) > size:
+            reason = f"a group has {size} experts, of which the best are summed"
+            found.append(Problem("moe_router_group_score_topk", best, reason, (size,)))
+        elif self.experts_in_group_score > size:
             reason = "a group's score sums its two best experts, and it has one"
             found.append(Problem("moe_router_num_groups", groups, reason, nearest_to(groups, divisors(experts)[:-1])))
         least = -(-self.moe_router_topk // size)

@@ -115,25 +115,25 @@ class Router(nn.Module):
         if c.moe_router_score == "sigmoid":
             scores = logits.sigmoid()
             ranking = (scores + self.expert_bias if c.has_expert_bias else scores).detach()
-            experts = self._in_best_groups(ranking, best=2).topk(c.moe_router_topk, dim=-1).indices
+            experts = self._in_best_groups(ranking).topk(c.moe_router_topk, dim=-1).indices
             weights = scores.gather(-1, experts)
             if c.moe_router_normalize and c.moe_router_topk > 1:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
             probs = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         else:
             probs = logits.softmax(-1)
-            ranking = self._in_best_groups(probs if c.moe_router_pre_softmax else logits, best=1)
+            ranking = self._in_best_groups(probs if c.moe_router_pre_softmax else logits)
             top, experts = ranking.topk(c.moe_router_topk, dim=-1)
             weights = top if c.moe_router_pre_softmax else top.softmax(-1)
         return experts, weights * c.moe_router_scaling_factor, probs
 
-    def _in_best_groups(self, ranking: Tensor, best: int) -> Tensor:
-        """``[S, B, E]``, minus infinity for experts outside of the groups whose ``best`` experts add up to the most."""
+    def _in_best_groups(self, ranking: Tensor) -> Tensor:
+        """``[S, B, E]``, minus infinity for experts outside of the groups whose best experts add up to the most."""
         c = self.config
         if not c.moe_router_num_groups:
             return ranking
         groups = ranking.unflatten(-1, (c.moe_router_num_groups, -1))  # [S, B, G, E/G]
-        worth = groups.detach().topk(best, dim=-1).values.sum(-1)
+        worth = groups.detach().topk(c.experts_in_group_score, dim=-1).values.sum(-1)
         outside = torch.ones_like(worth, dtype=torch.bool)
         outside.scatter_(-1, worth.topk(c.moe_router_group_topk, dim=-1).indices, False)
         return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)

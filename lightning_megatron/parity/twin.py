@@ -73,6 +73,7 @@ def _experts(config: TransformerConfig, layout: ParallelLayout, layers: int, fea
         "moe_layers": _below(layers, config.moe_layers) if config.moe_layers else (),
         "moe_router_num_groups": 0,
         "moe_router_group_topk": 0,
+        "moe_router_group_score_topk": 0,
         "moe_ffn_hidden_size": features if config.moe_ffn_hidden_size else 0,
         "moe_shared_expert_ffn_hidden_size": features if config.moe_shared_expert_ffn_hidden_size else 0,
         "moe_input_jitter_eps": 0.0,

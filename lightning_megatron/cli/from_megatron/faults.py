@@ -53,7 +53,7 @@ _LENGTHS = ("lr_decay_{}", "lr_warmup_{}", "lr_wsd_decay_{}")
 
 def line_faults(line: CommandLine) -> list[Problem]:
     """All faults of a line. Invalid sizes are removed from it, so that later checks can run too."""
-    found = [*_missing(line), *_pairs(line), *_units(line), *_weight_decay(line)]
+    found = [*_missing(line), *_pairs(line), *_units(line), *_weight_decay(line), *_groups_of_experts(line)]
     small = list(_sizes(line))
     for name, _ in small:
         del line.values[name]
@@ -91,6 +91,14 @@ def _units(line: CommandLine) -> Iterator[Problem]:
             same = f"--{length.format(whole.removeprefix('train_')).replace('_', '-')}"
             reason = f"the run's length is {line.flag(whole)}: give {same}"
             yield Problem(line.flag(name), value, reason)
+
+
+def _groups_of_experts(line: CommandLine) -> Iterator[Problem]:
+    """More groups than experts that a token visits: Megatron would rank groups by the sum of none of their experts."""
+    chosen, topk = line.values.get("moe_router_group_topk", 0), line.get("moe_router_topk", 2)
+    if chosen > topk:
+        reason = f"a token visits {topk} experts, fewer than groups"
+        yield Problem(line.flag("moe_router_group_topk"), chosen, reason, (topk,))
 
 
 def _weight_decay(line: CommandLine) -> Iterator[Problem]:

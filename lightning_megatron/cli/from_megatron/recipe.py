@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from math import prod
 from typing import Any
 
@@ -11,37 +11,18 @@ from lightning_megatron.checkpoint.formats.megatron import config_from_arguments
 from lightning_megatron.cli.common import one_line
 from lightning_megatron.cli.from_megatron.deepspeed import with_deepspeed
 from lightning_megatron.cli.from_megatron.faults import line_faults
+from lightning_megatron.cli.from_megatron.layout import SAME, layout_problems
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.config.recompute_plan import MODULES
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data.blend_file import is_number
-from lightning_megatron.errors import ConfigError, Problem, problems_of, raise_if_any
-from lightning_megatron.planning.settings import Feed, job_of
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.planning.settings import Feed
 
 _CP_TYPES = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "all_gather": "all_gather"}
 _GRANULARITIES = {"recompute_activations": "selective", "checkpoint_activations": "full"}
 """Granularity that a flag implies on a line without `--recompute-granularity`; the first one of these counts."""
-_SAME = {
-    "expert_tensor_parallel_size": "etp",
-    "decoder_first_pipeline_num_layers": "first_stage_layers",
-    "decoder_last_pipeline_num_layers": "last_stage_layers",
-    "pipeline_model_parallel_layout": "pipeline_layout",
-    "account_for_embedding_in_pipeline_split": "count_embedding",
-    "account_for_loss_in_pipeline_split": "count_loss",
-    "ddp_bucket_size": "bucket_size",
-    "check_for_nan_in_loss_and_grad": "check_for_nan_in_loss_and_grad",
-    "async_save": "async_save",
-}
-"""Arguments of Megatron that the strategy takes unchanged if they are given, with the strategy's names."""
-_THEIRS = {ours: theirs for theirs, ours in _SAME.items()} | {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "vpp": "num_virtual_stages_per_pipeline_rank",
-    "recompute_shard_saved": "distribute_saved_activations",
-}
-"""Megatron's names of what makes a layout, by the strategy's."""
+_SCORE = "moe_router_score_function"
 _LEARNED, _ADDED = "learned_absolute", "add_position_embedding"
 """Positions that `--no-position-embedding` switches off, and its argument; rope has no embedding to switch off."""
 _OURS = "lightning_megatron."
@@ -88,7 +69,7 @@ def recipe_of(line: CommandLine, devices: Devices) -> dict[str, Any]:
     strategy = _strategy(line, batch, problems)
     raise_if_any(problems)
     assert model is not None
-    raise_if_any(_layout_problems(line, model, Feed(devices.all, line.get("seq_length"), batch.replica), strategy))
+    raise_if_any(layout_problems(line, model, Feed(devices.all, line.get("seq_length"), batch.replica), strategy))
     recipe: dict[str, Any] = {"seed_everything": line.get("seed")}
     recipe["trainer"] = _trainer(line, devices, batch, strategy)
     recipe["model"] = _module(line, model, batch)
@@ -96,14 +77,6 @@ def recipe_of(line: CommandLine, devices: Devices) -> dict[str, Any]:
     if "load" in line.values:
         recipe["ckpt_path"] = "last" if line.values["load"] == line.values.get("save") else line.values["load"]
     return recipe
-
-
-def _layout_problems(
-    line: CommandLine, model: TransformerConfig, feed: Feed, strategy: Mapping[str, Any]
-) -> list[Problem]:
-    """Reasons why the strategy would refuse the layout for this model and batch, by the line's flags."""
-    found = problems_of(job_of, model, feed, strategy)
-    return [replace(each, argument=line.flag(_THEIRS.get(each.argument, each.argument))) for each in found]
 
 
 @dataclass(frozen=True)
@@ -192,6 +165,9 @@ def _experts(arguments: dict[str, Any], line: CommandLine) -> dict[str, Any]:
         "moe_capacity_bins_max_overhead_factor": "moe_capacity_bins_max_overhead",
     }
     found = {ours: arguments.pop(name) for name, ours in names.items() if name in arguments}
+    if chosen := found.get("moe_router_group_topk"):  # Megatron's rule; our default, DeepSeek's, where it is the same
+        best, usual = line.get("moe_router_topk", 2) // chosen, 2 if line.get(_SCORE) == "sigmoid" else 1
+        found["moe_router_group_score_topk"] = 0 if best == usual else best
     if arguments.pop("moe_router_enable_expert_bias", False):
         found["moe_expert_bias_update_rate"] = line.get("moe_router_bias_update_rate")
     return found | {"moe_token_dispatcher": line.get("moe_token_dispatcher_type")}
@@ -231,7 +207,7 @@ def _strategy(line: CommandLine, batch: _Batch, problems: list[Problem]) -> dict
         found["sequence_parallel"] = get("sequence_parallel", False)
     if "cp" in found:
         found["cp_comm_type"] = _CP_TYPES.get(get("cp_comm_type", "p2p"), get("cp_comm_type"))
-    found |= {ours: given[name] for name, ours in _SAME.items() if name in given}
+    found |= {ours: given[name] for name, ours in SAME.items() if name in given}
     found["distributed_optimizer"] = get("use_distributed_optimizer", bool(get("zero_stage", 0)))
     found["overlap_grad_reduce"] = get("overlap_grad_reduce", False)
     found["overlap_param_gather"] = get("overlap_param_gather", False)

@@ -150,6 +150,7 @@ def experts_to_hf(reader: ConfigReader, architecture: str) -> dict[str, Any]:
 
 def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     found = latents_to_hf(reader, ARCHITECTURE) | experts_to_hf(reader, ARCHITECTURE)
+    reader.expect("moe_router_group_score_topk", None, (0, 1), f"not what {ARCHITECTURE} computes")
     if reader["num_experts"]:
         reader.expect("moe_router_pre_softmax", None, (True,), f"not what {ARCHITECTURE} computes")
     by_groups = reader["moe_router_num_groups"] > 0

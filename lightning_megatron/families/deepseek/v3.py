@@ -41,6 +41,7 @@ def _from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     found = latents_to_hf(reader, ARCHITECTURE) | experts_to_hf(reader, ARCHITECTURE)
+    reader.expect("moe_router_group_score_topk", None, (0, 2), f"not what {ARCHITECTURE} computes")
     has_bias = reader["moe_expert_bias"] or reader["moe_expert_bias_update_rate"] > 0
     if reader["num_experts"] and not has_bias:
         reader.refuse("moe_expert_bias", False, f"not what {ARCHITECTURE} computes", (True,))
@@ -122,5 +123,6 @@ FAMILY = Family(
     TENSORS,
     PRESETS,
     defaults=_SIZES,
+    stack_keys={"mtp": "num_nextn_predict_layers"},
     passive=frozenset({"output_router_logits", "pretraining_tp"}),
 )

@@ -316,3 +316,23 @@ def test_a_layout_that_cannot_exist_is_refused(flags: str, words: str) -> None:
     with pytest.raises(ConfigError) as error:
         recipe(DENSE + flags)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "best"),
+    [
+        ("--moe-router-topk 4 --moe-router-group-topk 2", 2),
+        ("--moe-router-topk 4 --moe-router-group-topk 4", 0),
+        ("--moe-router-topk 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid", 0),
+        ("--moe-router-topk 6 --moe-router-group-topk 2 --moe-router-score-function sigmoid", 3),
+    ],
+)
+def test_groups_of_experts_are_ranked_as_by_megatron(flags: str, best: int) -> None:
+    """Held against Megatron's rule, the sum of ``topk // group_topk``; 0 is our default, 1, or 2 with sigmoids."""
+    line = BASE.replace("--num-experts 4", "--num-experts 16") + f"--moe-router-num-groups 4 {flags}"
+    assert GPTModule(**recipe(line)["model"]["init_args"]).config.moe_router_group_score_topk == best
+
+
+def test_more_groups_than_visited_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--moe-router-group-topk=4: a token visits 2 experts"):
+        recipe(BASE + "--moe-router-topk 2 --moe-router-num-groups 4 --moe-router-group-topk 4")

@@ -172,3 +172,35 @@ def test_routing_that_cannot_work_is_refused(fields: dict[str, Any], fault: str)
     with pytest.raises(ConfigError) as error:
         TransformerConfig(1, H, 2, 11, 8, add_bias_linear=False, num_experts=E, **fields)
     assert fault in str(error.value)
+
+
+@pytest.mark.parametrize(("score", "pre"), [("softmax", True), ("softmax", False), ("sigmoid", False)])
+@pytest.mark.parametrize(("groups", "chosen", "k"), [(3, 2, 4), (3, 1, 3), (4, 2, 4), (2, 2, 6), (6, 4, 4)])
+def test_groups_are_ranked_by_megatrons_rule(groups: int, chosen: int, k: int, score: str, pre: bool) -> None:
+    """Held against Megatron's rule in plain torch: a group's worth is the sum of its best ``topk // group_topk``."""
+    torch.manual_seed(5)
+    logits = torch.randn(64, E)
+    ranking = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1) if pre else logits
+    worth = ranking.view(64, groups, -1).topk(k // chosen, -1).values.sum(-1)
+    inside = torch.zeros(64, groups).scatter(1, worth.topk(chosen, -1).indices, 1.0).repeat_interleave(E // groups, 1)
+    expected = ranking.masked_fill(inside == 0, float("-inf")).topk(k, -1).indices
+    config = MoEConfig(
+        num_experts=E,
+        moe_router_topk=k,
+        moe_router_score=score,
+        moe_router_pre_softmax=pre,
+        moe_router_num_groups=groups,
+        moe_router_group_topk=chosen,
+        moe_router_group_score_topk=k // chosen,
+    )
+    assert not config.moe_problems()
+    router = Router(E, config, ParallelMesh.single(), sequence_parallel=False, init_std=1.0)
+    router.load_state_dict({"weight": torch.eye(E)})
+    found = router(logits.view(64, 1, E)).experts
+    assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
+
+
+def test_more_experts_than_a_group_has_cannot_be_summed() -> None:
+    fields: dict[str, Any] = {"moe_router_num_groups": 6, "moe_router_group_topk": 2, "moe_router_group_score_topk": 3}
+    (problem,) = MoEConfig(num_experts=E, **fields).moe_problems()
+    assert (problem.argument, problem.nearest) == ("moe_router_group_score_topk", (2,))
