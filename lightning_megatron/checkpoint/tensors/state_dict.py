@@ -58,19 +58,19 @@ def model_state(
     writes = _writers({name: tensors[name].nbytes for name in shards}, shards, mesh, dp_replicates=True)
     is_first = mesh.tp.rank == mesh.dp_cp.rank == 0
     elsewhere = _saved_elsewhere([name for name in tensors if name not in specs], mesh, is_first) if saving else set()
-    state: State = {}
-    for name, value in tensors.items():
-        if name not in known:
-            if name not in elsewhere:
-                state[model_key(name)] = value
-            continue
-        spec = known[name]
-        try:
-            fragment = Fragment.of_local(value, spec, mesh.shard_ranks, writes.get(name, is_first))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+    others = tensors.keys() - known.keys() - elsewhere
+    state: State = {model_key(name): value for name, value in tensors.items() if name in others}
+    for name, spec in known.items():
+        fragment = _fragment(name, tensors[name], spec, mesh, writes=writes.get(name, is_first))
         _add(state, model_key(spec.tied_with or name), replace(fragment, chunks=()) if name in elsewhere else fragment)
     return state
+
+
+def _fragment(name: str, value: Tensor, spec: ParamSpec, mesh: ParallelMesh, *, writes: bool) -> Fragment:
+    try:
+        return Fragment.of_local(value, spec, mesh.shard_ranks, writes)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _saved_elsewhere(names: Sequence[str], mesh: ParallelMesh, is_first: bool) -> set[str]:

@@ -205,16 +205,23 @@ def _devices_problems(values: Mapping[str, str]) -> list[Problem]:
 
 def _flags(values: Mapping[str, str]) -> list[str]:
     found = [word for name in ("lr", "min-lr", "adam-eps", "rotary-base") for word in (f"--{name}", values[name])]
-    capacity = ("HL_MOE_TOKEN_DROP_POLICY", "HL_MOE_PAD_EXPERT_INPUT_TO_CAPACITY")
-    left: tuple[str, ...] = () if values.get("HL_MOE_EXPERT_CAPACITY_FACTOR") else capacity
-    if values.get("HL_MOE_DYNAMIC") == "1":
-        left += ("HL_TOKEN_DISPATCHER_TYPE",)
-    if values["script"] == "llama":
-        left += ("HL_TOKEN_DISPATCHER_TYPE", *(name for name in (*FLAGS, *SWITCHES) if name.startswith("HL_MOE_")))
+    left = _left_out(values)
     for name, flags in FLAGS.items():
         if name in values and name not in left:
             found += [word for flag in flags for word in (flag, values[name])]
     return found + [flag for name, flag in SWITCHES.items() if name not in left and values.get(name) == "1"]
+
+
+def _left_out(values: Mapping[str, str]) -> set[str]:
+    """Variables that the script does not read beside these values."""
+    left = set[str]()
+    if not values.get("HL_MOE_EXPERT_CAPACITY_FACTOR"):
+        left |= {"HL_MOE_TOKEN_DROP_POLICY", "HL_MOE_PAD_EXPERT_INPUT_TO_CAPACITY"}
+    if values.get("HL_MOE_DYNAMIC") == "1" or values["script"] == "llama":
+        left.add("HL_TOKEN_DISPATCHER_TYPE")
+    if values["script"] == "llama":
+        left |= {name for name in (*FLAGS, *SWITCHES) if name.startswith("HL_MOE_")}
+    return left
 
 
 def _folders(values: Mapping[str, str]) -> list[str]:

@@ -62,7 +62,7 @@ def plan_text(plan: Plan, device: DeviceSpec | None, *, titled: bool = True) -> 
     yield f"memory {memory.peak / GIB:.2f} GiB{limit}{where}, most in {memory.moment}"
     if plan.is_tight:
         least, most = ALLOCATOR_KEEPS
-        yield f"tight: allocators keep {least:.0%} to {most:.0%} more than this; --max-memory leaves them room"
+        yield f"tight: allocators keep {least:.0%} to {most:.0%} more than this; lower --max-memory for them"
     yield f"  GiB: {by_cause({name: size / GIB for name, size in memory.by_cause.items()})}"
     if time is not None:
         yield f"  s:   {by_cause(time.by_cause)}"

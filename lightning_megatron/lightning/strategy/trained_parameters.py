@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.lightning import checkpointing
-from lightning_megatron.lightning.step.buffers import BufferSync
+from lightning_megatron.lightning.run_state.buffers import BufferSync
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.step.precision import MegatronPrecision, PrecisionMode
