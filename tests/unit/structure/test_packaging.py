@@ -23,7 +23,21 @@ from lightning_megatron.errors import how_to_install
 
 ROOT = Path(__file__).parents[3]
 PACKED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "lightning_megatron")
-READ = {".py", ".md", ".yaml", ".yml", ".sh", ".json", ".Dockerfile", ".txt"}
+READ = {
+    ".cff",
+    ".cfg",
+    ".Dockerfile",
+    ".ipynb",
+    ".json",
+    ".md",
+    ".py",
+    ".sbatch",
+    ".sh",
+    ".toml",
+    ".txt",
+    ".yaml",
+    ".yml",
+}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -173,21 +187,61 @@ def test_the_public_tests_begin_at_the_oldest_versions_that_are_promised() -> No
     assert matrix["python"] == named
 
 
+NAME = r"['\"]?lightning[-_.]megatron(?!\.\w|[\w/@-])"
+BY_NAME = re.compile(
+    rf"\b(?:pip3?|uv|pipx|poetry|pdm|conda|mamba)\b[^\n`]*? (?:install|add|download)(?:(?! in a clone)[^\n`])*? {NAME}"
+    rf"|(?:\buvx|\buv tool run|\bpipx run|--with|--from)[ =]{NAME}"
+    r"|\blightning[-_.]megatron ?(?:\[|[=~<>!]=)"
+)
+"""A command or a requirement that takes the package from a registry, by its name."""
+
+
+def by_name(text: str) -> list[str]:
+    """Lines that install the package by its name, also where the command goes on in the next line.
+
+    It does so behind a backslash, between two literals of an expression, and in a code span.
+    """
+    text = re.sub(r"\\\n\s*", " ", text.lower())
+    text = re.sub(r"['\"]\s*\n\s*[bfr]*['\"]", "", text)
+    text = re.sub(r"(`pip[^`\n]*)\n\s*([^`\n]*`)", r"\1 \2", text)
+    return [line for line in text.splitlines() if "megatron" in line and BY_NAME.search(line)]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("pip install 'lightning-megatron[eval]'", True),
+        ("uv pip install -U lightning-megatron", True),
+        ("Run pip install Lightning_Megatron.", True),
+        ("python -m pip install \\\n    --upgrade lightning-megatron", True),
+        ('"needs lm-eval: pip install "\n    f"lightning-megatron"', True),
+        ("first `pip install\nlightning-megatron`, then", True),
+        ("uvx lightning-megatron doctor", True),
+        ("pipx run lightning-megatron", True),
+        ("uv run --with lightning-megatron train.py", True),
+        ("dependencies: lightning-megatron>=0.1", True),
+        ("the extra lightning-megatron[eval]", True),
+        (how_to_install("eval"), False),
+        ("pip install .\nlightning-megatron doctor", False),
+        ("pip install -e lightning-megatron/", False),
+        ("pip install git+https://example.org/owner/lightning-megatron.git", False),
+    ],
+)
+def test_commands_that_install_by_name_are_found(text: str, is_one: bool) -> None:
+    assert bool(by_name(text)) == is_one
+
+
 def test_nothing_installs_a_name_that_is_not_ours() -> None:
-    """No registry holds the package yet, and whoever registers its name would be installed by our own pages."""
-    folders = ("lightning_megatron", "docs", "examples", "docker", "benchmarks", ".github")
+    """No registry holds the package yet, and whoever registers its name would be installed by our own pages.
+
+    All pages, and all docstrings and messages of the package, as they stand in the files.
+    """
+    folders = ("lightning_megatron", "docs", "examples", "docker", "benchmarks", ".github", ".ci")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in READ]
-    paths += [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "setup.cfg"]
-    by_name = re.compile(
-        r"(pip3?|uv|pipx|poetry|conda) [^\n`]*?(install|add)[^\n`]*? ['\"]?lightning[-_]megatron(\[|\b(?!\.))"
-    )
-    assert by_name.search("pip install 'lightning-megatron[eval]'")
-    assert by_name.search("uv pip install -U lightning-megatron")
-    place = " in a clone of lightning-megatron"
-    assert place in how_to_install("eval")
-    found = {path.relative_to(ROOT): by_name.findall(path.read_text().replace(place, "")) for path in paths}
-    assert len(found) > 700
-    assert {path for path, commands in found.items() if commands} == set()
+    paths += [path for path in ROOT.iterdir() if path.suffix in READ or path.name == "Makefile"]
+    assert len(paths) > 700
+    found = {str(path.relative_to(ROOT)): by_name(path.read_text()) for path in paths}
+    assert {path: commands for path, commands in found.items() if commands} == {}
 
 
 def test_what_is_published_has_the_repositorys_addresses(sources: Path) -> None:
