@@ -244,23 +244,48 @@ def test_nothing_installs_a_name_that_is_not_ours() -> None:
     assert {path: commands for path, commands in found.items() if commands} == {}
 
 
-def test_what_is_published_has_the_repositorys_addresses(sources: Path) -> None:
-    """By the script of the release's workflow; a registry shows the README, where relative links lead nowhere."""
-    (sources / "docs").mkdir()
-    shutil.copy(ROOT / "docs" / "published.py", sources / "docs")
-    home = "https://example.org/owner/lightning-megatron"
-    run(sys.executable, "docs/published.py", home, "v0.1.0", cwd=sources)
+HOME = "https://example.org/owner/lightning-megatron"
+
+
+@pytest.fixture
+def tagged(tmp_path: Path) -> Path:
+    """What the release's workflow prepares, with a changelog in which 0.1.0 has its date."""
+    (tmp_path / "docs").mkdir()
+    for name in ("setup.cfg", "README.md", "docs/published.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 0.1.0 - 2026-12-01\n")
+    return tmp_path
+
+
+def test_what_is_published_has_the_repositorys_addresses(tagged: Path) -> None:
+    """A registry shows the README, where relative links lead nowhere."""
+    readme = tagged / "README.md"
+    text = "\n[![a](docs/a.png)](docs/plan.md) [b](mailto:b@example.org)\n\n```python\ny = table[0](x)\n```\n"
+    readme.write_text(readme.read_text() + text)
+    run(sys.executable, "docs/published.py", HOME, "v0.1.0", cwd=tagged)
     found = ConfigParser()
-    found.read(sources / "setup.cfg")
+    found.read(tagged / "setup.cfg")
     urls = dict(line.split(" = ") for line in found["metadata"]["project_urls"].strip().splitlines())
-    assert urls["Source"] == home
-    assert urls["Changelog"] == f"{home}/blob/v0.1.0/CHANGELOG.md"
-    links = re.findall(r"\]\(([^)]+)\)", (sources / "README.md").read_text())
+    assert urls["Source"] == HOME
+    assert urls["Changelog"] == f"{HOME}/blob/v0.1.0/CHANGELOG.md"
+    page, _, rest = readme.read_text().partition("\n[![a]")
+    links = re.findall(r"\]\(([^)]+)\)", page)
     assert len(links) > 10
     assert all(link.startswith(("https://", "#")) for link in links)
     for link in links:
-        if link.startswith(f"{home}/blob/v0.1.0/"):
-            assert (ROOT / link.removeprefix(f"{home}/blob/v0.1.0/").partition("#")[0]).exists(), link
+        if link.startswith(f"{HOME}/blob/v0.1.0/"):
+            assert (ROOT / link.removeprefix(f"{HOME}/blob/v0.1.0/").partition("#")[0]).exists(), link
+    assert rest.startswith(f"({HOME}/raw/v0.1.0/docs/a.png)]({HOME}/blob/v0.1.0/docs/plan.md) [b](mailto:b@")
+    assert "table[0](x)" in rest, "code is no link"
+
+
+@pytest.mark.parametrize("heading", ["## 0.1.0 - not yet released", "## 0.1.01 - 2026-12-01", "## Unreleased"])
+def test_a_version_without_its_date_in_the_changelog_is_not_published(tagged: Path, heading: str) -> None:
+    (tagged / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n")
+    before = (tagged / "setup.cfg").read_text()
+    with pytest.raises(AssertionError, match=r"no heading `## 0\.1\.0 - YYYY-MM-DD`"):
+        run(sys.executable, "docs/published.py", HOME, "v0.1.0", cwd=tagged)
+    assert (tagged / "setup.cfg").read_text() == before
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +17,12 @@ from lightning_megatron.lazy_exports import exports_of
 
 ROOT = Path(__file__).parents[3]
 API = run_path(str(ROOT / "docs" / "api.py"))
+PUBLISHED = run_path(str(ROOT / "docs" / "published.py"))
 
 
 def released() -> Version:
     """Version of the newest release in the changelog; 0 before the first."""
-    found = re.findall(r"^## v?(\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    found = PUBLISHED["releases"]((ROOT / "CHANGELOG.md").read_text())
     return max(map(Version, found), default=Version("0"))
 
 
