@@ -7,6 +7,9 @@ of the training step (or at the end of an evaluation), ends the run everywhere.
 Ranks of one replica that read different batches would train one model on parts of different samples. So hashes of the
 first batches of a run and of an epoch, and of a few later ones, are compared before their step (after it if the step
 reads a ``dataloader_iter``); those of each loader of an evaluation are compared at its end.
+
+Ranks of one replica that draw different random numbers would part likewise, for instance after a callback that draws on
+rank 0 alone. So their generators are compared before each step, and those of the first rank replace the others.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from lightning_megatron.comm.collectives import MAX, Pending, all_reduce_max, st
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.compat._private import trainer_of
+from lightning_megatron.lightning.streams.generators import copy_generators, generators_checksum
 from lightning_megatron.mesh import ParallelMesh
 
 FIRST = 3
@@ -62,12 +66,14 @@ class BatchWatch:
         self._is_due = False
         self._moved: tuple[Any, int] | None = None
         self._hashes: dict[str, int] = {}
+        self._begun: Any = None
 
     def begin_batch(self, module: LightningModule) -> None:
         """Hash the batch that was moved last, which is the loop's; from here on a user's hooks may move others."""
         moved, self._moved = self._moved, None
         if moved is not None and self._has_peers and not _reads_iterator(module):
             self._note_hashes(module, *moved)
+            self._begun = moved[0]
 
     def end_batch(self, module: LightningModule, batch: Any, loader: int = 0) -> None:
         """Hash a batch that the step has read itself, or ``None``, for which Lightning runs no training step.
@@ -78,7 +84,7 @@ class BatchWatch:
         if self._has_peers and (_reads_iterator(module) or (batch is None and module.trainer.training)):
             self._note_hashes(module, batch, loader)
             if self._is_due and module.trainer.training:
-                self._compare()
+                self.compare()
 
     def _note_hashes(self, module: LightningModule, batch: Any, loader: int) -> None:
         trainer = module.trainer
@@ -89,21 +95,30 @@ class BatchWatch:
             number, name = self._evaluated[loader], f"batch {self._evaluated[loader]} of loader {loader}"
             self._evaluated[loader] += 1
         if self._is_due if trainer.training else number < FIRST:
-            self._hashes |= {key: _hash_of(leaf) for key, leaf in _leaves(batch, name)}
+            self._hashes |= _hashes_of(batch, name)
 
-    def _compare(self) -> None:
-        """Compare the noted hashes within each replica, with one all-reduce over all ranks.
+    def compare(self) -> None:
+        """Compare the noted hashes and random generators within each replica, with one all-reduce over all ranks.
+
+        Where generators differ, all ranks of a replica go on with those of its first rank, if its batches are equal.
 
         Raises:
             DataError: on all ranks, if ranks of any replica have different hashes.
         """
-        mesh, own = self._mesh, zlib.crc32(repr(sorted(self._hashes.items())).encode())
-        votes = torch.full((2, mesh.dp.size), -(1 << 40))
-        votes[:, mesh.dp.rank] = torch.tensor([own, -own])
-        votes = all_reduce_max(votes, mesh.host)
-        hashes, self._hashes, self._is_due = self._hashes, {}, False
+        if not self._has_peers:
+            return
+        mesh, hashes = self._mesh, self._hashes
+        self._hashes, self._is_due = {}, False
         self._evaluated.clear()
-        if torch.equal(votes[0], -votes[1]):
+        own = zlib.crc32(repr(sorted(hashes.items())).encode()), generators_checksum(mesh.rng.device)
+        votes = torch.full((2, 2, mesh.dp.size), -(1 << 40))
+        votes[..., mesh.dp.rank] = torch.tensor([own, [-value for value in own]])
+        most, least = all_reduce_max(votes, mesh.host)
+        read_alike, draw_alike = map(torch.equal, most, -least)
+        if not draw_alike:
+            copy_generators(mesh)
+            hashes |= _hashes_of(self._begun, "batch")  # data sets may have drawn it in this process
+        elif read_alike:
             return
         found = all_gather_object(mesh, (mesh.dp.rank, hashes))
         for replica in range(mesh.dp.size):
@@ -135,15 +150,17 @@ class BatchWatch:
     def step(self, module: object) -> Iterator[None]:
         """Context of a training step, or of the end of an evaluation; every rank must enter it.
 
-        Hashes that are due are compared first; whether any rank found a fault is all-reduced during the step.
+        Random generators, and hashes that are due, are compared first; whether any rank found a fault is all-reduced
+        during the step.
 
         Raises:
             DataError: on all ranks, if any of them has found a fault, or ranks of one replica have read different
                 batches.
         """
         trainer = trainer_of(module) if isinstance(module, LightningModule) else None
-        if self._has_peers and trainer is not None and (self._is_due or not trainer.training):
-            self._compare()
+        if trainer is not None:
+            self.compare()
+        self._begun = None
         self._trained += 1
         if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
             vote = torch.tensor(int(self._fault is not None))
@@ -163,6 +180,10 @@ def _reads_iterator(module: LightningModule) -> bool:
     stage = module.trainer.state.stage
     name = {"train": "training", "val": "validation"}.get(prefix := str(stage and stage.dataloader_prefix), prefix)
     return is_param_in_hook_signature(getattr(module, f"{name}_step"), "dataloader_iter", explicit=True)
+
+
+def _hashes_of(batch: Any, name: str) -> dict[str, int]:
+    return {key: _hash_of(leaf) for key, leaf in _leaves(batch, name)}
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -48,6 +48,7 @@ class EvaluationWatch(Callback):
         self._batches = 0
         if len(self._coupled[0]) == 1 or may_stay_away(trainer, self._mesh.layout):
             return
+        self._watch.compare()
         assert trainer.state.stage is not None
         stage = trainer.state.stage.dataloader_prefix
         counts = getattr(trainer, "num_sanity_val_batches" if trainer.sanity_checking else f"num_{stage}_batches")

@@ -5,25 +5,40 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import zlib
+from array import array
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
 from lightning_megatron import device as devices
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.mesh import ParallelMesh
 
 _NAMES = "python", "numpy", "torch"
 
 
 def generator_hashes() -> dict[str, str]:
     """Hash of the state of each generator, by name."""
-    _, keys, position, *gauss = np.random.get_state()
-    numpy = np.asarray(keys).tobytes() + repr((position, *gauss)).encode()
-    state = torch.get_rng_state()  # its bytes without an operation, which in a rehearsal would have no values
-    states = repr(random.getstate()).encode(), numpy, ctypes.string_at(state.data_ptr(), state.numel())
-    hashes = (hashlib.sha256(each).hexdigest() for each in states)
+    hashes = (hashlib.sha256(each).hexdigest() for each in _bytes_of(_states()))
     return dict(zip(_NAMES, hashes, strict=True))
+
+
+def generators_checksum(device: torch.device) -> int:
+    """Checksum of the states of all generators and the device's; cheap enough for every step."""
+    checksum = 0
+    for state in _bytes_of(_states(device)):
+        checksum = zlib.crc32(state, checksum)
+    return checksum
+
+
+def copy_generators(mesh: ParallelMesh) -> None:
+    """Give the ranks of each replica the generators of its first rank; every rank must call this."""
+    found = all_gather_object(mesh, (mesh.dp.rank, _states(mesh.rng.device)))
+    _restore(next(states for replica, states in found if replica == mesh.dp.rank), mesh.rng.device)
 
 
 def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
@@ -39,11 +54,28 @@ def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
 @contextmanager
 def kept_generators(device: torch.device) -> Generator[None, None, None]:
     """Restore all generators, the device's too, at the end: stages of a pipeline draw different amounts from them."""
-    kept = random.getstate(), np.random.get_state(), torch.get_rng_state(), devices.rng_state(device)
+    kept = _states(device)
     try:
         yield
     finally:
-        random.setstate(kept[0])
-        np.random.set_state(kept[1])
-        torch.set_rng_state(kept[2])
-        devices.set_rng_state(kept[3], device)
+        _restore(kept, device)
+
+
+def _states(device: torch.device | None = None) -> tuple[Any, ...]:
+    own = () if device is None else (devices.rng_state(device),)
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), *own
+
+
+def _restore(states: tuple[Any, ...], device: torch.device) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    devices.set_rng_state(states[3], device)
+
+
+def _bytes_of(states: tuple[Any, ...]) -> Generator[bytes, None, None]:
+    (version, numbers, gauss), (_, keys, *others), *tensors = states
+    yield array("Q", numbers).tobytes() + repr((version, gauss)).encode()
+    yield np.asarray(keys).tobytes() + repr(others).encode()
+    for state in tensors:  # bytes without an operation, which in a rehearsal would have no values
+        yield ctypes.string_at(state.data_ptr(), state.numel())

@@ -50,8 +50,9 @@ class TrainingWatch(Callback):
         self._begun = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare numbers of batches, once for each set of loaders."""
+        """Compare random generators, from which loaders draw next; numbers of batches once for each set of loaders."""
         self._begun = 0
+        self._batches.compare()
         reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         if not self._mesh.is_distributed or (self._is_compared and not reloads):
             return

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_megatron import LlamaModule, MegatronStrategy
+from lightning_megatron.errors import DataError
 from lightning_megatron.testing.trainer import quiet_trainer
 
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32, "vocab_size": 64}
@@ -115,3 +116,54 @@ def test_ranks_of_a_replica_draw_alike_in_all_layouts_and_resumed_in_mid_epoch(
     ranks: Any, tmp_path: Path, layout: str
 ) -> None:
     assert_alike(ranks(LAYOUTS[layout][0], resumed, layout, str(tmp_path), 50, 61, 70))
+
+
+class Alone(L.Callback):
+    """Draws on rank 0 alone, as to choose a picture to log."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._draw)
+
+    def _draw(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            draw()
+
+
+class Fixed(Rows):
+    def __getitem__(self, number: int) -> Any:
+        row = torch.arange(number, number + 17)
+        return {"tokens": row[:-1] % 64, "labels": row[1:] % 64}
+
+
+def drawn_beside(axes: dict[str, Any], hook: str, augments: bool) -> Any:
+    """What each step draws while rank 0 draws alone between steps; or the error."""
+    L.seed_everything(7, verbose=False)
+    options = {"max_steps": 8, "limit_val_batches": 1, "val_check_interval": 3, "use_distributed_sampler": False}
+    trainer = quiet_trainer(MegatronStrategy(**axes), callbacks=[Alone(hook)], **options)
+    module = Model("llama-tiny", **SIZES, num_query_groups=2)
+    try:
+        trainer.fit(module, DataLoader(Rows() if augments else Fixed(), 4), DataLoader(Fixed(), 4))
+    except DataError as error:
+        return str(error)
+    return module.drawn
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_train_batch_end",
+        *(pytest.param(h, marks=pytest.mark.slow) for h in ("on_train_batch_start", "on_validation_end")),
+    ],
+)
+def test_ranks_draw_what_one_process_draws_though_rank_0_draws_alone(ranks: Any, hook: str) -> None:
+    (expected,) = ranks(1, drawn_beside, {}, hook, False)
+    for axes in ({"tp": 2}, {"cp": 2}):
+        assert ranks(2, drawn_beside, axes, hook, False) == [expected] * 2
+    (first, second) = ranks(2, drawn_beside, {"pp": 2}, hook, False)
+    assert first == second  # stages draw from seeds of each micro-batch
+
+
+def test_samples_that_ranks_of_a_replica_drew_apart_are_named(ranks: Any) -> None:
+    for text in ranks(2, drawn_beside, {"tp": 2}, "on_train_batch_end", True):
+        assert "ranks [0, 1] are one replica" in text
+        assert "draw random numbers in data in the same way on all ranks" in text
