@@ -125,7 +125,7 @@ class Alone(L.Callback):
         setattr(self, hook, self._draw)
 
     def _draw(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and trainer.global_step > 3:  # when batches are no longer compared each time
             draw()
 
 
