@@ -37,6 +37,7 @@ class Program:
         val: loaders of validation.
         trainer: arguments of the Trainer.
         unused: True if a step leaves parameters without a gradient, which DDP wants to know.
+        thaws: True if it unfreezes parameters, whose gradients DDP never averages: its replicas part.
         exact: False if a sum over all parameters, such as a norm, may round otherwise.
     """
 
@@ -45,6 +46,7 @@ class Program:
     val: Any = None
     trainer: dict[str, Any] = field(default_factory=dict)
     unused: bool = False
+    thaws: bool = False
     exact: bool = True
 
 
@@ -256,7 +258,9 @@ def fine_tuning_of_a_backbone() -> Program:
             return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
     unfreeze = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=1e-3)
-    return Program(Transfer(), loader(pictures()), loader(pictures(1)), {"max_epochs": 3, "callbacks": [unfreeze]})
+    return Program(
+        Transfer(), loader(pictures()), loader(pictures(1)), {"max_epochs": 3, "callbacks": [unfreeze]}, thaws=True
+    )
 
 
 @tutorial
