@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, random_split
-
 from user_grammar import Program
 
 FEATURES, LENGTH, WORDS, CLASSES = 12, 6, 20, 5
@@ -30,7 +29,7 @@ class Batch:
     lengths: Tensor | None = None
 
 
-Named = namedtuple("Named", ("x", "tokens", "y", "number"))  # noqa: PYI024 - the form that users know
+Named = namedtuple("Named", ("x", "tokens", "y", "number"))
 
 
 class Rows(Dataset[dict[str, Any]]):

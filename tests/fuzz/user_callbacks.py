@@ -20,11 +20,15 @@ class Watches(Callback):
     """A callback with notes.
 
     Attributes:
-        seen: what it saw, in order.
+        seen: what it saw, by step.
     """
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.seen: dict[str, Any] = {}
+
+    def note(self, trainer: Trainer, value: Any) -> None:
+        """Note what a step showed."""
+        self.seen[f"step {trainer.global_step}.{trainer.fit_loop.batch_idx}"] = value
 
 
 def _sums(tensors: Any) -> list[float]:
@@ -35,7 +39,7 @@ class ReadsWeights(Watches):
     """Reads weights behind each step."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.seen.append(_sums(pl_module.parameters()))
+        self.note(trainer, _sums(pl_module.parameters()))
 
 
 class EditsWeights(Watches):
@@ -66,7 +70,8 @@ class ReadsOutputs(Watches):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
-        self.seen.append({name: value.tolist() for name, value in found.items() if isinstance(value, Tensor)})
+        values = {name: value.tolist() for name, value in found.items() if isinstance(value, Tensor)}
+        self.note(trainer, values)
 
 
 class KeepsState(Watches):
@@ -80,7 +85,7 @@ class KeepsState(Watches):
         self.count += 1
 
     def on_fit_end(self, *_: Any) -> None:
-        self.seen = [self.count]
+        self.seen = {"count": self.count}
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
@@ -98,14 +103,14 @@ class Averages(Watches):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         for name, param in pl_module.named_parameters():
             self.kept[name].lerp_(param.detach().float(), 0.25)
-        self.seen = [_sums(self.kept.values())]
+        self.note(trainer, _sums(self.kept.values()))
 
 
 class ReadsGradients(Watches):
     """Reads gradients in front of each step."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.seen.append(_sums(param.grad for param in pl_module.parameters() if param.grad is not None))
+        self.note(trainer, _sums(param.grad for param in pl_module.parameters() if param.grad is not None))
 
 
 class Measures(Watches):
@@ -132,11 +137,16 @@ class Unfreezes(BaseFinetuning):
     """Lightning's way to unfreeze."""
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        self.freeze(next(iter(pl_module.net.children())))  # type: ignore[arg-type]
+        self.freeze(self._first(pl_module))
+
+    @staticmethod
+    def _first(pl_module: LightningModule) -> torch.nn.Module:
+        net: torch.nn.Module = pl_module.net  # type: ignore[assignment]
+        return next(module for module in net.modules() if list(module.parameters(recurse=False)))
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(next(iter(pl_module.net.children())), optimizer, lr=0.01)  # type: ignore[arg-type]
+            self.unfreeze_and_add_param_group(self._first(pl_module), optimizer, lr=0.01)
 
 
 def _average() -> Callback:

@@ -70,7 +70,9 @@ def tolerance_of(program: Program) -> Tolerance:
 def _leaves(stock: Any, ours: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(stock, Mapping) and isinstance(ours, Mapping):
         for name in dict.fromkeys([*stock, *ours]):
-            yield from _leaves(stock.get(name, MISSING), ours.get(name, MISSING), f"{place}/{name}" if place else str(name))
+            yield from _leaves(
+                stock.get(name, MISSING), ours.get(name, MISSING), f"{place}/{name}" if place else str(name)
+            )
     elif isinstance(stock, list | tuple) and isinstance(ours, list | tuple) and len(stock) == len(ours):
         for number, (first, second) in enumerate(zip(stock, ours, strict=True)):
             yield from _leaves(first, second, f"{place}[{number}]")
@@ -109,13 +111,13 @@ def record_differences(program: Program, stock: Mapping[str, Any], ours: Mapping
 def _known_on(program: Program, rank: int, ranks: int, outcome: Outcome) -> dict[str, Any]:
     """What a rank of a layout must know."""
     record = dict(outcome.record)
-    for subject in ("logged", "callback_metrics"):
-        found = record.get(subject, {})
+    for subject in {"logged", "callback_metrics"} & record.keys():
+        found = record[subject]
         record[subject] = {name: found[name] for name in found if not name.startswith(OF_OUR_MODULES)}
-    if program.layout == "pp2":
+    if "@pp2" in program.words:
         dropped = IN_MEMORY if rank == ranks - 1 else (*LAST_STAGE, *IN_MEMORY)
         record = {subject: value for subject, value in record.items() if subject not in dropped}
-    if "ours" in program.words and program.layout != "one":
+    if "ours" in program.words and program.words & {"@tp2", "@pp2"}:
         record = {subject: value for subject, value in record.items() if subject not in IN_MEMORY}
     if program["precision"] != "32-true":  # ours are bf16, with fp32 main values, which checkpoints have
         record.pop("weights in memory", None)
@@ -127,14 +129,10 @@ def _known_on(program: Program, rank: int, ranks: int, outcome: Outcome) -> dict
 
 def faults_of_last(program: Program, outcome: Outcome) -> list[Difference]:
     """``last.ckpt`` must be the newest state under its name alone, whatever stopped the run before."""
-    last = outcome.record.get("last")
-    if last is None:
+    last, steps = outcome.record.get("last"), outcome.record["steps"]
+    if last is None or (list(last) == ["last.ckpt"] and last["last.ckpt"] >= steps - steps % SAVED_EVERY):
         return []
-    steps = outcome.record["steps"]
-    if steps < SAVED_EVERY:
-        return []
-    wanted = {"last.ckpt": steps - steps % SAVED_EVERY}
-    return [] if last == wanted else [Difference("last", "checkpoints", wanted, last)]
+    return [Difference("last", "checkpoints", f"last.ckpt of step {steps - steps % SAVED_EVERY} or later", last)]
 
 
 def differences(program: Program, stock: Sequence[Outcome], ours: Sequence[Outcome]) -> list[Difference]:

@@ -24,10 +24,23 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "clip": ("none", "norm", "value", "own"),
     "precision": ("32-true", "bf16-mixed"),
     "stop": ("none", "exception", "signal", "file"),
+    "resume": ("same", "one", "tp2", "mb2", "pp2"),
     "stop_at": ("3", "1", "2", "5"),
 }
 EXTRAS: tuple[str, ...] = (
-    *("val", "val-often", "test", "predict", "odd", "shuffle", "split", "dropout", "hparams", "rank0-draws", "loads-back"),
+    *(
+        "val",
+        "val-often",
+        "test",
+        "predict",
+        "odd",
+        "shuffle",
+        "split",
+        "dropout",
+        "hparams",
+        "rank0-draws",
+        "loads-back",
+    ),
     *("frozen", "teacher", "counter", "running", "random-buffer", "unfreeze", "two-calls", "outputs", "num-tokens"),
     *("param-hook", "grad-hook", "own-step", "own-zero", "own-state", "collect", "late-group"),
     *("cb-read", "cb-edit", "cb-optimizer", "cb-outputs", "cb-state", "cb-ema", "cb-best", "cb-rates", "cb-early"),
@@ -69,7 +82,8 @@ class Program:
     @property
     def words(self) -> frozenset[str]:
         """The features, those of a kind (``stop``, ``net=ours``), and the layout with its parts."""
-        kinds = {name for name, _ in self.chosen} | {f"@{part}" for part in self.layout.split("+")}
+        layouts = {self.layout} if self["resume"] == "same" else {self.layout, self["resume"]}
+        kinds = {name for name, _ in self.chosen} | {f"@{part}" for each in layouts for part in each.split("+")}
         nets = {name for name, members in (("ours", OURS), ("hugging-face", HUGGING_FACE)) if self.has_any(members)}
         kinds |= {"plain"} if not nets else set()
         kinds |= {"manual"} if self["loop"] != "automatic" else {"automatic"}
@@ -84,6 +98,10 @@ class Program:
         name, _, _ = feature.partition("=")
         chosen = tuple(pair for pair in self.chosen if pair[0] != name or "=" not in feature)
         return replace(self, chosen=chosen, extras=tuple(extra for extra in self.extras if extra != feature))
+
+    def always(self, **chosen: str) -> Program:
+        """The program with these values of ``CHOICES``."""
+        return replace(self, chosen=_ordered({**dict(self.chosen), **chosen}))
 
     def at(self, layout: str) -> Program:
         """The program in another layout."""
@@ -123,9 +141,8 @@ class Rule:
     words: tuple[str, ...]
     unless: tuple[str, ...] = field(default=())
 
-    def holds(self, program: Program) -> bool:
-        """True if the program has all the words, and none of the others."""
-        has = program.words
+    def holds(self, has: frozenset[str]) -> bool:
+        """True if all the words are among these, and none of the others."""
         return has.issuperset(self.words) and not has.intersection(self.unless)
 
 
@@ -143,13 +160,22 @@ def _rule(why: str, words: list[str]) -> Rule:
 SENSELESS = rules(
     {
         "there is nothing to validate": ("val-often -val", "metric=held-out -val", "cb-early -val"),
+        "parameters of ours are shards": (
+            "ours cb-ema @tp2",
+            "ours cb-ema @pp2",
+            "ours cb-read @tp2",
+            "ours cb-read @pp2",
+        ),
+        "a mean over micro-batches": ("odd collect @mb2",),
         "a step returns one thing": ("outputs num-tokens",),
         "the model is built later": ("ours loads-back",),
         "freezing twice": ("frozen unfreeze", "frozen cb-unfreeze", "unfreeze cb-unfreeze", "late-group cb-unfreeze"),
         "the order of a shuffled loader follows from seed and epoch alone, stock Lightning's from what was drawn before": (
             "shuffle -@dp2",
         ),
-        "there is one stop": ("stop_at -stop",),
+        "there is one stop": ("stop_at -stop", "resume -stop"),
+        "two replicas have a batch each": ("resume @dp2",),
+        "a pipeline cuts our modules": ("resume=pp2 -ours",),
         "the model is built in configure_model": (
             *("ours teacher", "ours frozen", "ours unfreeze", "ours cb-unfreeze", "ours running", "ours cb-average"),
             *("ours param-hook", "ours two-calls", "ours loop=manual-two"),
@@ -157,10 +183,15 @@ SENSELESS = rules(
         "transformers has dropout and configurations of its own": ("ours dropout", "hugging-face dropout"),
         "Lightning refuses it": ("manual accumulate", "manual clip", "manual schedule=plateau", "manual own-step"),
         "loops by hand step schedulers by hand": ("manual schedule",),
-        "one optimizer there has all parameters": ("loop=manual-two optimizer=groups", "loop=manual-two late-group", "optimizer=groups late-group"),
+        "one optimizer there has all parameters": (
+            "loop=manual-two optimizer=groups",
+            "loop=manual-two late-group",
+            "loop=manual-two frozen",
+            "optimizer=groups late-group",
+        ),
         "a step there sums over batches": ("loop=manual-sum odd",),
         "statistics of a batch are those of a micro-batch": ("net=norm @mb2", "running @mb2", "counter @mb2"),
-        "masks of dropout depend on the cut": ("dropout @mb2", "dropout @dp2", "dropout @pp2"),
+        "masks of dropout depend on the cut": ("dropout @mb2", "dropout @dp2", "dropout @pp2", "dropout resume"),
         "replicas draw from other streams": ("rank0-draws @dp2", "rank0-draws @mb2"),
         "manual optimization steps once a call": ("manual @mb2",),
         "means over other weights than samples": ("loss=weighted @mb2", "num-tokens @mb2"),
@@ -177,6 +208,10 @@ SENSELESS = rules(
             *("stop cb-best", "stop val-often"),
         ),
         "what user code keeps outside of checkpoints is not resumed": ("stop cb-ema", "stop rank0-draws"),
+        "hooks of an epoch do not run again in stock Lightning either": ("stop late-group", "stop cb-unfreeze"),
+        "a rounding error of bf16 decides the direction of a step": tuple(
+            f"precision optimizer={name}" for name in ("adam", "adamw", "groups", "rmsprop", "adagrad")
+        ),
         "a stop ends the program": ("stop test", "stop predict"),
     }
 )
@@ -186,9 +221,16 @@ KNOWN = rules(
         "n1 metrics and overlapping": ("metric @dp2",),
         "a05 buffers of replicas": ("net=norm @dp2", "running @dp2", "counter @dp2"),
         "a13 losses in bf16": ("precision plain", "precision hugging-face"),
-        "a01 texts in micro-batches": ("batch=named @mb2", "batch=arrays @mb2", "batch=dataclass @mb2", "batch=ragged @mb2"),
-        "last.ckpt after a stop": ("stop=file", "stop=signal"),
-        "a04 random buffers": ("random-buffer @dp2",),
+        "a01 texts in micro-batches": (
+            "batch=named @mb2",
+            "batch=arrays @mb2",
+            "batch=dataclass @mb2",
+            "batch=ragged @mb2",
+        ),
+        "last.ckpt after a stop before the first save": tuple(
+            f"stop={kind} stop_at={step}" for kind in ("file", "signal") for step in (1, 2)
+        ),
+        "a04 random buffers": ("random-buffer @dp2", "random-buffer @tp2", "random-buffer @pp2"),
         "a10 a rank that draws alone": ("rank0-draws @tp2", "rank0-draws @pp2"),
         "a07 state between steps": ("cb-optimizer",),
         "a02 num_tokens of one's own": ("num-tokens",),
@@ -200,6 +242,10 @@ KNOWN = rules(
             *("net=tied loads-back", "net=t5 loads-back", "net=gpt2 loads-back"),
         ),
         "gradients changed in on_after_backward, on replicas": ("grad-hook @dp2",),
+        "a stop saves in front of the module's on_train_batch_end": tuple(
+            f"stop={kind} {extra}" for kind in ("file", "signal") for extra in ("teacher", "own-state")
+        ),
+        "what a hook unfroze, after a resume": ("stop unfreeze",),
         "random_split after a resume": ("split stop",),
     }
 )
@@ -207,16 +253,8 @@ KNOWN = rules(
 
 def broken(program: Program, table: Iterable[Rule]) -> Iterator[Rule]:
     """Rules that a program breaks."""
-    return (rule for rule in table if rule.holds(program))
-
-
-def mended(program: Program, random: Random, table: Iterable[Rule]) -> Program:
-    """The program without features that break a rule, one at random of those that do."""
-    while (rule := next(broken(program, table), None)) is not None:
-        features = [word for word in program.features if word in rule.words or word.partition("=")[0] in rule.words]
-        kinds = [word for word in program.features if word.startswith(("net=", "loop="))]
-        program = program.without(random.choice(features or kinds)) if features or kinds else program.at("one")
-    return program
+    words = program.words
+    return (rule for rule in table if rule.holds(words))
 
 
 def drawn(seed: int, layout: str | None = None, *, known: bool = False, given: Iterable[str] = ()) -> Program:
@@ -236,6 +274,8 @@ def drawn(seed: int, layout: str | None = None, *, known: bool = False, given: I
     extras = {extra for extra in EXTRAS if random.random() < much / 3}
     extras |= {"val"} if random.random() < 0.5 else set()
     where = layout or random.choice(LAYOUTS)
+    if random.random() < (0.9 if where == "pp2" else 0.1):  # others are refused in a pipeline
+        chosen["net"] = random.choice(("gpt", "llama"))
     for feature in given:
         name, _, value = feature.partition("=")
         if value:

@@ -21,6 +21,7 @@ from user_nets import OurCore, OwnCore
 from user_notes import Notes
 from user_training import LOG, LOOPS, OPTIMIZERS, RATE, SCHEDULES
 
+
 class FailedError(RuntimeError):
     """The error of a program that fails at a step."""
 
@@ -53,17 +54,17 @@ class Steps:
         return self.returned(loss, out, parts)
 
     def _stop_if_asked(self) -> None:
-        if self.stop_file is None or self.global_step != int(self.program["stop_at"]):
+        if not self.stops_now() or self.program["stop"] == "exception":
             return
-        file, self.stop_file = self.stop_file, None
-        if self.program["stop"] == "exception":
-            raise FailedError
-        if self.global_rank > 0:
-            return
-        if self.program["stop"] == "signal":
+        if self.program["stop"] == "signal" and self.global_rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            Path(file).touch()
+        elif self.global_rank == 0:
+            Path(self.stop_file).touch()
+        self.stop_file = None
+
+    def stops_now(self) -> bool:
+        """True in the step at whose beginning, or in which, the program is to stop."""
+        return self.stop_file is not None and self.global_step == int(self.program["stop_at"])
 
     def report(self, where: str, loss: Tensor, out: Tensor, batch: Batch) -> None:
         LOG[self.program["log"]](self, where, loss, batch)
@@ -108,6 +109,15 @@ class Evaluates:
         return {"number": parts.number, "scores": out.float(), "names": list(parts.names)}
 
 
+class Fails:
+    """Training ends with an error between two steps, on all ranks."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        if self.stops_now():
+            raise FailedError
+
+
 # Metrics
 
 
@@ -135,7 +145,9 @@ class Measures:
     def report(self, where: str, loss: Tensor, out: Tensor, batch: Batch) -> None:
         super().report(where, loss, out, batch)
         kind, scores = self.program["metric"], out.detach()[:, :CLASSES]
-        if where not in self.stages or (where == "train" and "val" in self.program and kind in ("module", "collection")):
+        if where not in self.stages or (
+            where == "train" and "val" in self.program and kind in ("module", "collection")
+        ):
             return
         if kind == "plain":
             self.plain["metric"].update(scores, batch.y)
@@ -390,6 +402,7 @@ class LogsInHooks:
     """Values are logged in hooks around the step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self.log("at_start", float(batch_idx))
 
     def on_train_batch_end(self, *arguments: Any) -> None:
@@ -416,7 +429,7 @@ class Hyper:
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.save_hyperparameters({"text": text, "sizes": [1, 2], "rate": RATE})
+        self.save_hyperparameters({"net": self.program["net"], "sizes": [1, 2], "rate": RATE})
 
 
 MIXINS: Mapping[str, type] = {
@@ -426,7 +439,7 @@ MIXINS: Mapping[str, type] = {
     **{"num-tokens": NumTokens, "param-hook": ParamHook, "grad-hook": GradHook, "own-step": OwnStep},
     **{"own-zero": OwnZero, "clip=own": OwnClip, "schedule=own": OwnSchedule, "own-state": OwnState},
     **{"collect": Collects, "late-group": LateGroup, "log=hook": LogsInHooks, "rank0-draws": Masks},
-    **{"hparams": Hyper, "metric=plain": MeasuresPlainly},
+    **{"hparams": Hyper, "stop=exception": Fails, "metric=plain": MeasuresPlainly},
 }
 
 

@@ -190,6 +190,6 @@ class OurCore(Losses, GPTModule):
         return batch
 
     def trained(self) -> list[list[nn.Parameter]]:
-        """Trained parameters in two halves."""
+        """Trained parameters in two parts, those that are no matrices first: stages have both."""
         params = [p for p in self.parameters() if p.requires_grad]
-        return [params[: len(params) // 2], params[len(params) // 2 :]]
+        return [[p for p in params if p.ndim < 2], [p for p in params if p.ndim > 1]]

@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 from user_comparison import Difference, differences
-from user_grammar import EXTRAS, KNOWN, LAYOUTS, SENSELESS, Program, broken, drawn
-from user_runs import RANKS, Outcome, run, run_both
+from user_grammar import KNOWN, LAYOUTS, SENSELESS, Program, broken, drawn
+from user_runs import RANKS, Outcome, joined, run
 
-from lightning_megatron.testing.workers import WorkerError, WorkerPool
+from lightning_megatron.testing.workers import WorkerError, WorkerPool, WorkerTimeoutError
 
-Ranks = Callable[..., list[tuple[Outcome | None, Outcome]]]
+Ranks = Callable[..., list[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,15 @@ def answer_of(program: Program, folder: Path, ranks: Ranks) -> Answer:
     """
     home = Path(tempfile.mkdtemp(dir=folder))
     try:
-        if program.layout not in RANKS:
-            outcomes = [run_both(program, home)]
-        else:
-            outcomes = _on_ranks(program, home, ranks)
-    except WorkerError as error:
-        return Answer("fault", [Difference("a rank ended", "", "", str(error)[-600:])])
+        stock = _stock(program, home / "stock", ranks)
+        broke = [outcome.error for outcome in stock if outcome.error]
+        if broke:
+            return Answer("no program", text=broke[0][1])
+        ours = _parts(program, home / "ours", ranks, ours=True)
+    except (WorkerError, WorkerTimeoutError) as error:
+        return Answer("fault", [Difference(type(error).__name__, "", "", str(error)[-600:])])
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    stock, ours = [first for first, _ in outcomes if first is not None], [second for _, second in outcomes]
-    broke = [outcome.error for outcome in stock if outcome.error]
-    if broke:
-        return Answer("no program", text=broke[0][1])
     found = differences(program, stock, ours)
     if found:
         return Answer("fault", found)
@@ -83,23 +80,50 @@ def answer_of(program: Program, folder: Path, ranks: Ranks) -> Answer:
     return Answer("refused", text=refused[0][1]) if refused else Answer("equal")
 
 
-def _on_ranks(program: Program, home: Path, ranks: Ranks) -> list[tuple[Outcome | None, Outcome]]:
-    outcomes = ranks(RANKS[program.layout], run_both, program, home)
-    if any(stock is not None for stock, _ in outcomes) or all(ours.error for _, ours in outcomes):
-        return outcomes
-    stock = run(program.at("one"), home, ours=False)
-    return [(stock, ours) for _, ours in outcomes]
+def _stock(program: Program, home: Path, ranks: Ranks) -> list[Outcome]:
+    """Lightning's outcomes: of two replicas, or of one process."""
+    program = program if program.layout.startswith("dp2") else program.at("one")
+    if program["stop"] == "exception":  # a loader without a state begins anew there, too
+        return _parts(program.always(resume="same"), home, ranks, ours=False)
+    return _on(program, home, ranks, "whole", ours=False)
 
 
-def shrunk(program: Program, answer: Answer, folder: Path, ranks: Ranks) -> tuple[Program, Answer]:
-    """The program with as few features as still fail, in one of the same subjects."""
-    for feature in program.features:
+def _parts(program: Program, home: Path, ranks: Ranks, *, ours: bool) -> list[Outcome]:
+    """Outcomes of a program that stops and goes on, perhaps in another layout; or just runs."""
+    if program["stop"] == "none":
+        return _on(program, home, ranks, "whole", ours=ours)
+    first = _on(program, home, ranks, "first", ours=ours)
+    if any(outcome.error for outcome in first):
+        return first
+    (home / "stop").unlink(missing_ok=True)
+    after = program if program["resume"] == "same" else program.at(program["resume"])
+    second = _on(after, home, ranks, "second", ours=ours)
+    alike = len(first) == len(second)
+    return [joined(first[rank if alike else -1], outcome) for rank, outcome in enumerate(second)]
+
+
+def _on(program: Program, home: Path, ranks: Ranks, part: str, *, ours: bool) -> list[Outcome]:
+    """Outcomes of the ranks of a layout."""
+    if program.layout not in RANKS:
+        return [run(program, home, part, ours=ours)]
+    return ranks(RANKS[program.layout], run, program, home, part, ours=ours)
+
+
+def shrunk(program: Program, answer: Answer, attempt: Callable[[Program], Answer]) -> tuple[Program, Answer]:
+    """The program with as few features as still fail, in one of the same subjects.
+
+    Args:
+        program: the program.
+        answer: its fault.
+        attempt: runs a program.
+    """
+    for feature in reversed(program.features):
         less = program.without(feature)
         if next(broken(less, SENSELESS), None) is not None:
             continue
-        found = answer_of(less, folder, ranks)
+        found = attempt(less)
         if found.kind == "fault" and found.subjects & answer.subjects:
-            program, answer = less, found
+            return shrunk(less, found, attempt)
     return program, answer
 
 
@@ -108,7 +132,11 @@ def described(program: Program, answer: Answer) -> str:
     names = sorted({rule.why for rule in broken(program, KNOWN)})
     shown = [str(each) for each in answer.differences[:6]]
     more = len(answer.differences) - len(shown)
-    lines = [f"FAULT{f' (known: {names})' if names else ''}  {program}", *shown, *([f"and {more} more"] if more else [])]
+    lines = [
+        f"FAULT{f' (known: {names})' if names else ''}  {program}",
+        *shown,
+        *([f"and {more} more"] if more else []),
+    ]
     return "\n    ".join(lines)
 
 
@@ -121,7 +149,7 @@ class Trial:
         self.texts = Counter[str]()
 
     def __call__(self, program: Program) -> Answer:
-        answer = answer_of(program, self.folder, self.ranks)
+        answer = self._attempt(program)
         self.kinds[answer.kind] += 1
         self.layouts[f"{program.layout}: {answer.kind}"] += 1
         if answer.kind in ("equal", "fault"):
@@ -129,13 +157,18 @@ class Trial:
         if answer.text:
             self.texts[f"{answer.kind}: {answer.text[:300]}"] += 1
         if answer.kind == "fault":
-            print(described(*shrunk(program, answer, self.folder, self.ranks)), flush=True)
+            print(described(*shrunk(program, answer, self._attempt)), flush=True)
         return answer
+
+    def _attempt(self, program: Program) -> Answer:
+        return answer_of(program, self.folder, self.ranks)
 
     def summary(self) -> str:
         """Counts of all."""
         parts = {"programs": self.kinds, "layouts": self.layouts, "features": self.words, "texts": self.texts}
-        return "\n".join(f"{name}: " + ", ".join(f"{key} {n}" for key, n in sorted(counts.items())) for name, counts in parts.items())
+        return "\n".join(
+            f"{name}: " + ", ".join(f"{key} {n}" for key, n in sorted(counts.items())) for name, counts in parts.items()
+        )
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -144,6 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("count", nargs="?", type=int, default=40)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--layout", choices=LAYOUTS)
+    parser.add_argument("--every-layout", action="store_true", help="each program in all layouts that it has")
     parser.add_argument("--with", dest="given", nargs="*", default=[], metavar="FEATURE")
     parser.add_argument("--known", action="store_true", help="do not avoid what is known to fail")
     parser.add_argument("--program", action="append", default=[], help="a program as it is printed")
@@ -152,8 +186,12 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     seeds = [] if given.program else range(given.first, given.first + given.count)
     programs = [drawn(seed, given.layout, known=given.known, given=given.given) for seed in seeds]
+    if given.every_layout:
+        table = SENSELESS if given.known else (*SENSELESS, *KNOWN)
+        places = [program.at(layout) for program in programs for layout in LAYOUTS]
+        programs = [program for program in places if next(broken(program, table), None) is None]
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, WorkerPool(size=2, timeout=120.0) as pool:
+    with tempfile.TemporaryDirectory() as folder, WorkerPool(size=2, timeout=60.0) as pool:
         trial = Trial(Path(folder), pool.run)
         for program in [*map(Program.parse, given.program), *programs]:
             trial(program)

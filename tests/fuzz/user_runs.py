@@ -114,26 +114,20 @@ class _Run:
             self.record["logged"].update({f"{name} at {step}": value for name, value in row.items() if name != "step"})
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.record["callback_metrics"] = self.record.get("callback_metrics", {}) | metrics
-        self.record["callbacks"].update(seen_by(callbacks))
+        self.record["callbacks"] |= seen_by(callbacks)
         self.record["steps"] = trainer.global_step
 
-    def whole(self) -> None:
-        """The program with its stop, and what it leaves."""
-        program, layout = self.program, self.program.layout
-        # A loader that cannot go on in mid-epoch begins anew in stock Lightning, too.
-        if program["stop"] == "none" or (program["stop"] != "exception" and not self.ours):
-            self.fit(layout)
+    def part(self, part: str) -> None:
+        """Run the program up to its stop (``"first"``), from there on (``"second"``), or without one (``"whole"``)."""
+        if part != "second":
+            with handlers_kept():
+                self.fit(self.program.layout, stops=part == "first")
             return
-        with handlers_kept():
-            self.fit(layout, stops=True)
-        if dist.is_initialized():
-            dist.barrier()
-        (self.folder / "stop").unlink(missing_ok=True)
         if dist.is_initialized():
             dist.barrier()
         last = self.folder / "saved" / "last.ckpt"
-        by_path = program.seed % 2 and last.exists()
-        self.fit(layout, ckpt_path=last if by_path else "last")
+        by_path = self.program.seed % 2 and last.exists()
+        self.fit(self.program.layout, ckpt_path=last if by_path else "last")
 
     def _ends(self, trainer: Trainer) -> None:
         """Add what is there at the end: the checkpoint with its tensors."""
@@ -149,7 +143,9 @@ class _Run:
             self.record["checkpoint"] = contents(path, module, trainer)
         self.record["buffers in memory"] = {name: value.clone() for name, value in module.named_buffers()}
         if "plain" in self.program.words or "hugging-face" in self.program.words:
-            self.record["weights in memory"] = {name: value.detach().clone() for name, value in module.named_parameters()}
+            self.record["weights in memory"] = {
+                name: value.detach().clone() for name, value in module.named_parameters()
+            }
 
 
 @contextmanager
@@ -176,7 +172,9 @@ def contents(path: Path, module: LightningModule, trainer: Trainer) -> dict[str,
     kept["state_dict"] = dict(found["state_dict"])
     kept["callbacks"] = {name: state for name, state in found["callbacks"].items() if "Checkpoint" not in name}
     if path.is_dir():  # which has tied weights once
-        twins = {id(value): name for name, value in module.state_dict(keep_vars=True).items() if name in kept["state_dict"]}
+        twins = {
+            id(value): name for name, value in module.state_dict(keep_vars=True).items() if name in kept["state_dict"]
+        }
         for name, value in module.state_dict(keep_vars=True).items():
             if id(value) in twins:
                 kept["state_dict"][name] = kept["state_dict"][twins[id(value)]]
@@ -215,20 +213,22 @@ def _joined(predictions: Any) -> dict[str, list[Any]]:
     return found
 
 
-def run(program: Program, folder: Path, *, ours: bool) -> Outcome:
+def run(program: Program, folder: Path, part: str = "whole", *, ours: bool) -> Outcome:
     """Run a program on this rank of the process group, if there is one.
 
     Args:
         program: the program in its layout.
-        folder: an empty folder that the ranks share.
+        folder: a folder that the ranks share, and both parts of a program that stops.
+        part: ``"first"`` up to its stop, ``"second"`` from there on, ``"whole"`` without it.
         ours: false for Lightning's strategy.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    folder.mkdir(parents=True, exist_ok=True)
     here = _Run(program, folder, ours)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            here.whole()
+            here.part(part)
         except Exception as error:
             refused = isinstance(error, REFUSALS)
             kind = "failed" if not refused else "refused late" if here.record.get("steps") else "refused"
@@ -238,16 +238,15 @@ def run(program: Program, folder: Path, *, ours: bool) -> Outcome:
     return Outcome(here.record)
 
 
-def run_both(program: Program, folder: Path) -> tuple[Outcome | None, Outcome]:
-    """Run under Lightning's strategy for the same replicas, if this rank has them, and under ours."""
-    stock = None
-    if program.layout.startswith("dp2") or not dist.is_initialized():
-        stock = run(program, _new(folder / "stock"), ours=False)
-        if stock.error:
-            return stock, Outcome({})
-    return stock, run(program, _new(folder / "ours"), ours=True)
+def _newest(before: Any, after: Any) -> Any:
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return after
+    return {**before, **{name: _newest(before.get(name), value) for name, value in after.items()}}
 
 
-def _new(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def joined(first: Outcome, second: Outcome) -> Outcome:
+    """Outcome of a program from those of its two parts."""
+    record = dict(second.record)
+    for subject in record.keys() & first.record.keys() - {"checkpoint", "last", "callback_metrics"}:
+        record[subject] = _newest(first.record[subject], record[subject])
+    return Outcome(record, second.error or first.error)

@@ -30,6 +30,11 @@ def _by_logger(module: Any, where: str, loss: Tensor, batch: Batch) -> None:
         module.logger.log_metrics({f"{where}_own": float(loss.detach())}, step=module.global_step)
 
 
+def _even(batch: Batch) -> int:
+    """A size other than the number of samples; even, since stock Lightning halves the sum of two ranks as an integer."""
+    return 2 + 2 * int(batch.y.sum())
+
+
 LOG: Mapping[str, Callable[[Any, str, Tensor, Batch], None]] = {
     "none": lambda module, where, loss, batch: None,
     "step": _by_step,
@@ -44,7 +49,7 @@ LOG: Mapping[str, Callable[[Any, str, Tensor, Batch], None]] = {
         f"{where}_sum", batch.x.sum(), on_step=False, on_epoch=True, reduce_fx=torch.sum, sync_dist=True
     ),
     "size": lambda module, where, loss, batch: module.log(
-        f"{where}_sized", batch.x.mean(), on_step=False, on_epoch=True, batch_size=1 + int(batch.y.sum()), sync_dist=True
+        f"{where}_sized", batch.x.mean(), on_step=False, on_epoch=True, batch_size=_even(batch), sync_dist=True
     ),
     "float": lambda module, where, loss, batch: module.log(f"{where}_float", float(loss.detach()), on_epoch=True),
     "rank0": lambda module, where, loss, batch: module.log(f"{where}_rank0", loss, rank_zero_only=True),

@@ -1,0 +1,88 @@
+"""Random ordinary programs against stock Lightning: see ``user_programs.py``, which also runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from user_comparison import Difference, differences
+from user_grammar import CHOICES, EXTRAS, KNOWN, LAYOUTS, SENSELESS, Program, broken, drawn
+from user_programs import Answer, answer_of, described, shrunk
+from user_runs import Outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+IN_THE_GATE, ALL = 40, 400
+ON_RANKS = dict(zip(range(0, IN_THE_GATE, 4), ("dp2", "tp2", "dp2", "pp2", "mb2") * 2, strict=True))
+"""Layouts of some seeds; the others run in one process, which costs least."""
+
+
+def program_of(seed: int) -> Program:
+    return drawn(seed, ON_RANKS.get(seed, "one"))
+
+
+@pytest.mark.parametrize("seed", range(IN_THE_GATE))
+def test_a_program_does_what_it_does_under_stock_lightning(
+    ranks: Callable[..., list[Any]], tmp_path: Path, seed: int
+) -> None:
+    answer = answer_of(program_of(seed), tmp_path, ranks)
+    assert answer.kind in ("equal", "refused"), described(program_of(seed), answer)
+
+
+@pytest.mark.exhaustive
+def test_so_do_many_more(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    def attempt(program: Program) -> Answer:
+        return answer_of(program, tmp_path, ranks)
+
+    answers = {program: attempt(program) for program in map(drawn, range(IN_THE_GATE, ALL))}
+    faults = [described(*shrunk(each, answer, attempt)) for each, answer in answers.items() if answer.kind == "fault"]
+    assert not faults, "\n".join(faults)
+
+
+def test_a_program_is_what_its_text_says() -> None:
+    for seed in range(50):
+        program = drawn(seed)
+        assert Program.parse(str(program)) == program == drawn(seed)
+        assert not list(broken(program, (*SENSELESS, *KNOWN)))
+
+
+def test_every_feature_is_drawn_in_some_program_and_every_rule_names_features() -> None:
+    seen = {word for seed in range(1000) for word in drawn(seed, known=True).words}
+    values = {f"{name}={value}" for name, chosen in CHOICES.items() for value in chosen[1:]}
+    assert seen >= values | set(EXTRAS) | {f"@={layout}" for layout in LAYOUTS}
+    named = {word for rule in (*SENSELESS, *KNOWN) for word in (*rule.words, *rule.unless)}
+    assert named <= seen
+
+
+def test_a_failing_program_loses_what_it_does_not_need() -> None:
+    def attempt(program: Program) -> Answer:
+        fails = {"net=conv", "teacher"} <= program.words
+        return Answer("fault", [Difference("weights", "", 1, 2)]) if fails else Answer("equal")
+
+    program = Program.parse("net=conv batch=dict log=step val teacher counter cb-early seed=3 @tp2")
+    found, answer = shrunk(program, attempt(program), attempt)
+    assert (str(found), answer.kind) == ("net=conv teacher seed=3 @tp2", "fault")
+
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "losses": ({"a": 1.0}, {"a": 1.0001}),
+    "samples": ({"a": [1, 2]}, {"a": [2, 1]}),
+    "loss dtypes": ({"a": "torch.float32"}, {"a": "torch.bfloat16"}),
+    "checkpoint": ({"w": torch.zeros(2)}, {"w": torch.zeros(3)}),
+    "logged": ({"a": 1.0}, {}),
+}
+
+
+@pytest.mark.parametrize("subject", DIFFERENCES)
+def test_what_differs_is_found(subject: str) -> None:
+    stock, ours = ({subject: record, "steps": 1} for record in DIFFERENCES[subject])
+    assert {each.subject for each in differences(Program(), [Outcome(stock)], [Outcome(ours)])} == {subject}
+    assert not differences(Program(), [Outcome(stock)], [Outcome(stock)])
+
+
+def test_an_error_behind_the_first_step_is_a_fault_and_a_refusal_before_it_is_none() -> None:
+    for kind, count in (("refused", 0), ("refused late", 1), ("failed", 1)):
+        ended = Outcome({"steps": 0}, (kind, "KeyError: x", "file.py:1"))
+        assert len(differences(Program(), [Outcome({})], [ended])) == count
