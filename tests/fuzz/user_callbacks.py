@@ -56,11 +56,11 @@ class EditsState(Watches):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch == 1:
-            for optimizer in trainer.optimizers:
-                for state in optimizer.state.values():
-                    for value in state.values():
-                        if isinstance(value, Tensor) and value.ndim:
-                            value.zero_()
+            groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            for optimizer, param in ((optimizer, param) for optimizer, group in groups for param in group["params"]):
+                for value in optimizer.state[param].values():
+                    if isinstance(value, Tensor) and value.ndim:
+                        value.zero_()
 
 
 class ReadsOutputs(Watches):
@@ -72,6 +72,21 @@ class ReadsOutputs(Watches):
         found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
         values = {name: value.tolist() for name, value in found.items() if isinstance(value, Tensor)}
         self.note(trainer, values)
+
+
+class SetsRates(Watches):
+    """Sets the rate by hand in front of each step."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = 0.1 / (2 + trainer.global_step)
+
+
+class StopsEarly(Watches):
+    """Ends training in the second epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.current_epoch == 1
 
 
 class KeepsState(Watches):
@@ -160,6 +175,8 @@ CALLBACKS: Mapping[str, Callable[[Program, Path], Callback]] = {
     "cb-edit": lambda program, folder: EditsWeights(),
     "cb-optimizer": lambda program, folder: EditsState(),
     "cb-outputs": lambda program, folder: ReadsOutputs(),
+    "cb-sets-rates": lambda program, folder: SetsRates(),
+    "cb-stops": lambda program, folder: StopsEarly(),
     "cb-state": lambda program, folder: KeepsState(),
     "cb-ema": lambda program, folder: Averages(),
     "cb-grads": lambda program, folder: ReadsGradients(),

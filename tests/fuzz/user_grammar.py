@@ -1,7 +1,8 @@
 """The grammar of ``user_programs.py``: a program as data, what it may consist of, and how one is drawn.
 
-A feature is one word in ``CHOICES`` or ``EXTRAS``, and what it means is one entry in a table of ``user_modules.py``,
-``user_nets.py``, ``user_batches.py``, ``user_training.py`` or ``user_callbacks.py``.
+A feature is a word in ``CHOICES`` or ``EXTRAS``, and its meaning an entry in a table: ``MIXINS`` in
+``user_modules.py``, ``NETS`` in ``user_nets.py``, ``MAKE`` in ``user_batches.py``, ``CALLBACKS`` in
+``user_callbacks.py``, or one of ``user_training.py``.
 """
 
 from __future__ import annotations
@@ -45,8 +46,22 @@ EXTRAS: tuple[str, ...] = (
     *("param-hook", "grad-hook", "own-step", "own-zero", "own-state", "collect", "late-group"),
     *("cb-read", "cb-edit", "cb-optimizer", "cb-outputs", "cb-state", "cb-ema", "cb-best", "cb-rates", "cb-early"),
     *("cb-average", "cb-unfreeze", "cb-grads"),
+    *("temperature", "weight-norm", "spectral-norm", "recomputes", "penalty", "weight-penalty", "skips", "builds-late"),
+    *("gathers", "catches", "two-val", "cb-sets-rates", "cb-stops"),
 )
 LAYOUTS = ("one", "dp2", "tp2", "pp2", "mb2", "dp2+mb2")
+OF_OWN_NETS = (
+    *(
+        "weight-norm",
+        "spectral-norm",
+        "temperature",
+        "penalty",
+        "weight-penalty",
+        "builds-late",
+        "catches",
+        "recomputes",
+    ),
+)
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 OURS = ("net=gpt", "net=llama")
 HUGGING_FACE = ("net=bert", "net=gpt2", "net=t5")
@@ -159,7 +174,7 @@ def _rule(why: str, words: list[str]) -> Rule:
 # Programs that no one could write, or whose numbers differ for a reason of the mathematics.
 SENSELESS = rules(
     {
-        "there is nothing to validate": ("val-often -val", "metric=held-out -val", "cb-early -val"),
+        "there is nothing to validate": ("val-often -val", "two-val -val", "metric=held-out -val", "cb-early -val"),
         "parameters of ours are shards": (
             "ours cb-ema @tp2",
             "ours cb-ema @pp2",
@@ -170,7 +185,7 @@ SENSELESS = rules(
         "a step returns one thing": ("outputs num-tokens",),
         "the model is built later": ("ours loads-back",),
         "freezing twice": ("frozen unfreeze", "frozen cb-unfreeze", "unfreeze cb-unfreeze", "late-group cb-unfreeze"),
-        "the order of a shuffled loader follows from seed and epoch alone, stock Lightning's from what was drawn before": (
+        "the order of a shuffled loader follows from seed and epoch alone, unlike stock Lightning's": (
             "shuffle -@dp2",
         ),
         "there is one stop": ("stop_at -stop", "resume -stop"),
@@ -180,8 +195,38 @@ SENSELESS = rules(
             *("ours teacher", "ours frozen", "ours unfreeze", "ours cb-unfreeze", "ours running", "ours cb-average"),
             *("ours param-hook", "ours two-calls", "ours loop=manual-two"),
         ),
+        "that is a feature of own nets": (
+            *(f"ours {extra}" for extra in OF_OWN_NETS),
+            *(f"hugging-face {extra}" for extra in OF_OWN_NETS),
+        ),
+        "the net is not there yet": tuple(
+            f"builds-late {extra}"
+            for extra in (
+                "frozen",
+                "unfreeze",
+                "teacher",
+                "param-hook",
+                "weight-norm",
+                "spectral-norm",
+                "catches",
+                "cb-unfreeze",
+            )
+        ),
+        "one parametrization a layer": ("weight-norm spectral-norm",),
+        "the net knows tokens, not features": tuple(
+            f"penalty net={net}" for net in ("embed", "lstm", "gru", "attention", "tied")
+        ),
+        "steps without a loss": ("skips manual", "skips @dp2", "skips outputs", "skips cb-outputs", "skips num-tokens"),
+        "means over more than samples": ("catches @mb2", "gathers @mb2", "gathers @tp2", "gathers @pp2"),
         "transformers has dropout and configurations of its own": ("ours dropout", "hugging-face dropout"),
         "Lightning refuses it": ("manual accumulate", "manual clip", "manual schedule=plateau", "manual own-step"),
+        "schedules have the groups of the beginning": ("late-group schedule", "cb-unfreeze schedule"),
+        "it has no momentum": ("schedule=one-cycle optimizer=adagrad",),
+        "a batch of one sample has no variance": ("net=norm odd split",),
+        "the monitored value has another name for each loader": tuple(
+            f"two-val {reader}" for reader in ("cb-early", "cb-best", "schedule=plateau")
+        ),
+        "means over classes are not means of means": ("metric=forward @mb2",),
         "loops by hand step schedulers by hand": ("manual schedule",),
         "one optimizer there has all parameters": (
             "loop=manual-two optimizer=groups",
@@ -192,6 +237,7 @@ SENSELESS = rules(
         "a step there sums over batches": ("loop=manual-sum odd",),
         "statistics of a batch are those of a micro-batch": ("net=norm @mb2", "running @mb2", "counter @mb2"),
         "masks of dropout depend on the cut": ("dropout @mb2", "dropout @dp2", "dropout @pp2", "dropout resume"),
+        "generators of replicas are seeded anew before the model is built": ("builds-late @dp2", "ours split @dp2"),
         "replicas draw from other streams": ("rank0-draws @dp2", "rank0-draws @mb2"),
         "manual optimization steps once a call": ("manual @mb2",),
         "means over other weights than samples": ("loss=weighted @mb2", "num-tokens @mb2"),
@@ -205,7 +251,7 @@ SENSELESS = rules(
         "DDP shuffles what one process does not": ("stop split",),
         "an epoch's means and states after a resume in mid-epoch are those of the rest in stock Lightning": (
             *("stop log", "stop metric", "stop collect", "stop schedule=plateau", "stop cb-early", "stop cb-rates"),
-            *("stop cb-best", "stop val-often"),
+            *("stop cb-best", "stop val-often", "stop catches", "stop gathers"),
         ),
         "what user code keeps outside of checkpoints is not resumed": ("stop cb-ema", "stop rank0-draws"),
         "hooks of an epoch do not run again in stock Lightning either": ("stop late-group", "stop cb-unfreeze"),
@@ -219,7 +265,7 @@ SENSELESS = rules(
 KNOWN = rules(
     {
         "n1 metrics and overlapping": ("metric @dp2",),
-        "a05 buffers of replicas": ("net=norm @dp2", "running @dp2", "counter @dp2"),
+        "a05 buffers of replicas": ("net=norm @dp2", "running @dp2", "counter @dp2", "spectral-norm @dp2"),
         "a13 losses in bf16": ("precision plain", "precision hugging-face"),
         "a01 texts in micro-batches": (
             "batch=named @mb2",

@@ -1,4 +1,4 @@
-"""Runs a program of ``user_programs.py``: under stock Lightning, or under ours in a layout. The record is plain data."""
+"""Runs a program of ``user_programs.py`` under stock Lightning, or under ours in a layout; records are plain data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     **{"mb2": {"micro_batch_size": 2}, "dp2+mb2": {"micro_batch_size": 2}},
 }
 RANKS = {"dp2": 2, "tp2": 2, "pp2": 2, "dp2+mb2": 2}
-SOME_UNUSED = ("loop=manual-two", "net=t5", "net=bert", "late-group")
+SOME_UNUSED = ("loop=manual-two", "net=t5", "net=bert", "late-group", "temperature")
 REFUSALS = (ConfigError, DataError)
 
 
@@ -90,9 +90,10 @@ class _Run:
             options["val_check_interval"] = 2
         held_out = held_out if program.has_any(("val", "test", "predict")) else None
         options["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        validated = [held_out, held_out] if "two-val" in program else held_out
         trainer = quiet_trainer(self.strategy(layout), precision=program["precision"], **options)
         try:
-            trainer.fit(module, rows, held_out if "val" in program else None, ckpt_path=ckpt_path)
+            trainer.fit(module, rows, validated if "val" in program else None, ckpt_path=ckpt_path)
         except (FailedError, SystemExit):
             if not stops:
                 raise

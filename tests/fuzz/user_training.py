@@ -31,7 +31,7 @@ def _by_logger(module: Any, where: str, loss: Tensor, batch: Batch) -> None:
 
 
 def _even(batch: Batch) -> int:
-    """A size other than the number of samples; even, since stock Lightning halves the sum of two ranks as an integer."""
+    """A size unlike the number of samples; even, since stock Lightning halves the sum of two ranks in integers."""
     return 2 + 2 * int(batch.y.sum())
 
 
