@@ -216,6 +216,7 @@ SENSELESS = rules(
         "the net knows tokens, not features": tuple(
             f"penalty net={net}" for net in ("embed", "lstm", "gru", "attention", "tied")
         ),
+        "Lightning refuses steps without a loss on several ranks": ("skips @tp2", "skips @pp2"),
         "steps without a loss": ("skips manual", "skips @dp2", "skips outputs", "skips cb-outputs", "skips num-tokens"),
         "means over more than samples": ("catches @mb2", "gathers @mb2", "gathers @tp2", "gathers @pp2"),
         "transformers has dropout and configurations of its own": ("ours dropout", "hugging-face dropout"),
@@ -235,9 +236,14 @@ SENSELESS = rules(
             "optimizer=groups late-group",
         ),
         "a step there sums over batches": ("loop=manual-sum odd",),
-        "statistics of a batch are those of a micro-batch": ("net=norm @mb2", "running @mb2", "counter @mb2"),
+        "statistics of a batch are those of a micro-batch": (
+            "net=norm @mb2",
+            "running @mb2",
+            "counter @mb2",
+            "spectral-norm @mb2",
+        ),
         "masks of dropout depend on the cut": ("dropout @mb2", "dropout @dp2", "dropout @pp2", "dropout resume"),
-        "generators of replicas are seeded anew before the model is built": ("builds-late @dp2", "ours split @dp2"),
+        "stock DDP seeds generators anew before the model is built": ("builds-late @dp2", "ours split @dp2"),
         "replicas draw from other streams": ("rank0-draws @dp2", "rank0-draws @mb2"),
         "manual optimization steps once a call": ("manual @mb2",),
         "means over other weights than samples": ("loss=weighted @mb2", "num-tokens @mb2"),

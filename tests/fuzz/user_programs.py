@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,8 +194,9 @@ def main(words: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, WorkerPool(size=2, timeout=60.0) as pool:
         trial = Trial(Path(folder), pool.run)
-        for program in [*map(Program.parse, given.program), *programs]:
-            trial(program)
+        with suppress(KeyboardInterrupt):  # what has been counted is shown
+            for program in [*map(Program.parse, given.program), *programs]:
+                trial(program)
     print(trial.summary())
     print(f"{time.monotonic() - began:.0f} s")
     return int(trial.kinds["fault"] > 0)
