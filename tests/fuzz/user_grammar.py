@@ -270,8 +270,6 @@ SENSELESS = rules(
 # Faults that have a name, and are not mended yet: a line goes when its fault does.
 KNOWN = rules(
     {
-        "n1 metrics and overlapping": ("metric @dp2",),
-        "a05 buffers of replicas": ("net=norm @dp2", "running @dp2", "counter @dp2", "spectral-norm @dp2"),
         "a13 losses in bf16": ("precision plain", "precision hugging-face"),
         "a01 texts in micro-batches": (
             "batch=named @mb2",
@@ -279,11 +277,6 @@ KNOWN = rules(
             "batch=dataclass @mb2",
             "batch=ragged @mb2",
         ),
-        "last.ckpt after a stop before the first save": tuple(
-            f"stop={kind} stop_at={step}" for kind in ("file", "signal") for step in (1, 2)
-        ),
-        "a04 random buffers": ("random-buffer @dp2", "random-buffer @tp2", "random-buffer @pp2"),
-        "a10 a rank that draws alone": ("rank0-draws @tp2", "rank0-draws @pp2"),
         "a07 state between steps": ("cb-optimizer",),
         "a02 num_tokens of one's own": ("num-tokens",),
         "r18 batch_size in micro-batches": ("log=size @mb2",),
@@ -298,7 +291,6 @@ KNOWN = rules(
             f"stop={kind} {extra}" for kind in ("file", "signal") for extra in ("teacher", "own-state")
         ),
         "what a hook unfroze, after a resume": ("stop unfreeze",),
-        "random_split after a resume": ("split stop",),
     }
 )
 
