@@ -36,9 +36,12 @@ class MegatronModule(LightningModule):
     Attributes:
         splits_context: True if each context-parallel rank takes its shard of the sequences that all of them are given;
             a module that does not is refused with ``cp > 1``.
+        sums_over_tokens: True if a loss that ``training_step`` returns together with ``"num_tokens"`` is a sum over
+            that many tokens, and not a mean.
     """
 
     splits_context = False
+    sums_over_tokens = True
 
     _weights: pretrained.PendingWeights | None = None
     _is_built = False

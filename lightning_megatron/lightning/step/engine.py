@@ -57,20 +57,23 @@ class StepEngine:
         """Factor of the loss of the micro-batch whose forward is running."""
         return self._boundary.loss_scale
 
-    def plain_step(self, step: Callable[[], Any], scale: float) -> Any:
+    def plain_step(self, module: LightningModule, step: Callable[[], Any], scale: float) -> Any:
         """Run one forward of a model without stages; the caller runs the backward, of ``scale`` times the loss."""
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             output = step()
-            scale_with_tokens(backward_scale, num_tokens_in(output))
+            scale_with_tokens(backward_scale, num_tokens_in(output, module))
             return output
 
     def watch(self, module: LightningModule) -> None:
         """Synchronize the torchmetrics objects of a module over the ranks that see other samples."""
         self._metrics.install(module)
 
-    def split(self, batch: Any) -> MicroBatches | None:
-        """Micro-batches of a batch; ``None`` if one plain call of the step is enough."""
-        micro_batches = split_batch(batch, self._size)
+    def split(self, batch: Any, batch_size: int | None) -> MicroBatches | None:
+        """Micro-batches of a batch; ``None`` if one plain call of the step is enough.
+
+        ``batch_size`` is the loader's number of samples, if it is known.
+        """
+        micro_batches = split_batch(batch, self._size, batch_size)
         return None if len(micro_batches) == 1 and not self._is_pipeline else micro_batches
 
     def train(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 
 from lightning_megatron.config.layout import HasBatchShape
 from lightning_megatron.device import HPU, DeviceKind
@@ -75,3 +75,19 @@ def loader_batch_size(data: Any) -> int | None:
     size = getattr(data, "batch_size", None)
     size = getattr(getattr(data, "batch_sampler", None), "batch_size", None) if size is None else size
     return size if isinstance(size, int) else None
+
+
+def declared_batch_size(trainer: Trainer, loader: int = 0) -> int | None:
+    """Samples of a batch by the present stage's loader, else by the data module or module; ``None`` if unknown.
+
+    ``loader`` is the index of an evaluation's loader.
+    """
+    assert trainer.state.stage is not None
+    stage = trainer.state.stage.dataloader_prefix
+    data = trainer.train_dataloader if stage == "train" else getattr(trainer, f"{stage}_dataloaders")
+    if stage != "train":
+        data = CombinedLoader(data).flattened[loader]
+    found = (
+        loader_batch_size(source) for source in (data, getattr(trainer, "datamodule", None), trainer.lightning_module)
+    )
+    return next((size for size in found if size is not None), None)

@@ -27,13 +27,13 @@ from lightning_megatron.mesh import Axis
 
 @dataclass
 class _Entry:
-    """Everything logged under one name: values with the weights of their micro-batches, and how to log them."""
+    """Everything logged under one name: values, how to log them, and their weights: micro-batches' or given."""
 
     options: dict[str, Any]
     metric: Metric | None
     values: list[Any] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    batch_size: int = 0
+    batch_sizes: list[int] = field(default_factory=list)
 
     def combined(self, device: torch.device) -> Tensor | None:
         """Value of the whole batch; ``None`` if a torchmetrics object has no value for the step."""
@@ -52,7 +52,8 @@ class _Entry:
             return stacked.max()
         if name in ("min", "amin"):
             return stacked.min()
-        weights = stacked.new_tensor(self.weights)
+        are_given = len(self.batch_sizes) == len(self.values) and sum(self.batch_sizes) > 0
+        weights = stacked.new_tensor(self.batch_sizes if are_given else self.weights)
         return (stacked * weights).sum() / weights.sum()
 
 
@@ -108,7 +109,7 @@ class LogCapture:
             value = value.detach()  # the graph would keep the stage's input, and the gradient of it, for the whole step
         entry.values.append(value if metric is None else last_value(metric))
         entry.weights.append(self._weight)
-        entry.batch_size += size or 0
+        entry.batch_sizes += [] if size is None else [size]
 
     def lines(self) -> list[_Line]:
         """Collected names, without values."""
@@ -123,7 +124,7 @@ class LogCapture:
                     f"self.log({name!r}, ...) was given a {type(entry.metric).__name__} that is no attribute of the"
                     " module: assign it in __init__ or configure_model"
                 )
-            size = {"batch_size": entry.batch_size} if entry.batch_size else {}
+            size = {"batch_size": sum(entry.batch_sizes)} if entry.batch_sizes else {}
             has_value = all(value is not None for value in entry.values)
             lines.append(_Line(name, entry.options | size, path, has_value))
         return lines

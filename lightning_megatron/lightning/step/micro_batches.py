@@ -1,90 +1,215 @@
 """Splitting a batch into micro-batches, and joining their outputs.
 
-A DataLoader batch is what one data-parallel replica trains on in one step. The strategy cuts it along the first
-dimension of its tensors. Other objects go to every micro-batch as they are.
+A DataLoader batch is what one data-parallel replica trains on in one step. The strategy cuts everything in it that
+holds one entry for each sample. Numbers, texts and other single objects go to every micro-batch as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from enum import Enum, auto
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-
-def batch_size_of(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor in ``batch``; ``None`` if there is no tensor.
-
-    Raises:
-        MisconfigurationException: if tensors disagree.
-    """
-    sizes = {x.shape[0] for x in _tensors(batch) if x.ndim > 0}
-    if len(sizes) > 1:
-        raise MisconfigurationException(
-            f"tensors of the batch differ in their first dimension ({sorted(sizes)}), so it cannot be cut into"
-            " micro-batches: give every tensor the samples first, or leave micro_batch_size out"
-        )
-    return sizes.pop() if sizes else None
+from lightning_megatron.lightning.streams.containers import entries_of, is_ordered, sequence_like, with_values
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        return [t for value in batch.values() for t in _tensors(value)]
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return [t for value in batch for t in _tensors(value)]
-    return []
+class _Cut(Enum):
+    """How a part of a batch is cut."""
+
+    WHOLE = auto()  # every micro-batch gets it
+    SAMPLES = auto()  # one entry for each sample
+    FIELDS = auto()  # a container of such parts
+    ODD = auto()  # neither
 
 
-def split_batch(batch: Any, size: int | None) -> list[tuple[Any, float]]:
+def split_batch(batch: Any, size: int | None, batch_size: int | None = None) -> list[tuple[Any, float]]:
     """Micro-batches of ``size`` samples, the last one perhaps shorter, each with its share of the batch.
 
     Args:
-        batch: tensors in mappings and sequences, samples first.
+        batch: tensors, arrays and lists of samples, in mappings, sequences, dataclasses and objects with ``to``.
         size: samples of a micro-batch; ``None`` for the whole batch in one.
+        batch_size: samples of a batch, as its loader or data module declares them; ``None`` if unknown.
 
     Returns:
         Pairs of a micro-batch and its weight; weights sum to 1.
+
+    Raises:
+        MisconfigurationException: if an entry of the batch has another length than the others.
     """
     if size is None:
         return [(batch, 1.0)]
-    total = batch_size_of(batch)
+    total = num_samples(batch, batch_size, size)
     if total is None or total <= size:
         return [(batch, 1.0)]
-    return [
-        (_rows(batch, start, min(start + size, total)), (min(start + size, total) - start) / total)
-        for start in range(0, total, size)
-    ]
+    bounds = [(start, min(start + size, total)) for start in range(0, total, size)]
+    return [(_rows(batch, start, stop, total), (stop - start) / total) for start, stop in bounds]
 
 
-def _rows(batch: Any, start: int, stop: int) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.ndim > 0 else batch
-    if isinstance(batch, Mapping):
-        rows = {key: _rows(value, start, stop) for key, value in batch.items()}
-        return rows if type(batch) is dict else type(batch)(rows)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_rows(value, start, stop) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_rows(value, start, stop) for value in batch)
-    return batch
+def num_samples(batch: Any, batch_size: int | None, size: int) -> int | None:
+    """Samples of a batch, on which its parts agree; ``None`` if nothing in it has a length.
+
+    A loader's last batch may be shorter than ``batch_size``. A loader with ``batch_size=1`` may pass ready batches on.
+
+    Raises:
+        MisconfigurationException: naming the entries that do not fit.
+    """
+    arrays, lists = _lengths(batch)
+    lengths = [*arrays, *lists]
+    if not lengths:
+        if batch_size is not None and batch_size > size:
+            raise MisconfigurationException(f"the batch, a {type(batch).__name__}, {_ADVICE.format(size)}")
+        return None
+    is_known = batch_size is not None and batch_size > 1
+    most = batch_size if is_known and batch_size is not None else max(lengths)
+    for candidates in ([most] if is_known else [], arrays, lists):
+        fitting = {n for n in candidates if n <= most and _cut_of(batch, n, "batch") in (_Cut.SAMPLES, _Cut.FIELDS)}
+        if len(fitting) == 1:
+            return fitting.pop()
+        if fitting:
+            found = " or ".join(map(str, sorted(fitting)))
+            raise MisconfigurationException(f"the batch may hold {found} samples: it {_ADVICE.format(size)}")
+    expected = most if most in lengths else max(arrays or lists, key=lengths.count)
+    if expected > most or not (odd := _odd(batch, expected, "batch")):
+        odd, expected = [("batch", expected)], most
+    named = ", ".join(f"{name} has length {length}" for name, length in odd[:4])
+    raise MisconfigurationException(f"a batch of {expected} samples, in which {named}, {_ADVICE.format(size)}")
 
 
-def join_outputs(outputs: Sequence[Any]) -> Any:
-    """Join the outputs of micro-batches: tensors and lists end to end, mappings and tuples item by item."""
+_ADVICE = (
+    "cannot be cut into micro-batches of {}: give every entry one item for each sample, first, and what all samples"
+    " share as single numbers, texts or 0-dimensional tensors; let the loader say its batch_size; or leave"
+    " micro_batch_size out"
+)
+
+
+def _odd(value: Any, total: int, name: str) -> list[tuple[str, int]]:
+    """Names and lengths of the parts of a batch that cannot be cut; of a list, if none of its entries can."""
+    entries = entries_of(value, name)
+    if _cut_of(value, total, name if name == "batch" else "") is not _Cut.ODD:
+        return []
+    found = [part for its_name, _, item in entries or () for part in _odd(item, total, its_name)]
+    fit = any(_cut_of(item, total) in (_Cut.SAMPLES, _Cut.FIELDS) for _, _, item in entries or ())
+    if entries is None or not found or (is_ordered(value) and not fit):
+        return [(name, len(value) if entries is not None else _length(value) or 0)]
+    return found
+
+
+def _lengths(value: Any) -> tuple[list[int], list[int]]:
+    """Lengths of all tensors and arrays, and of all lists."""
+    entries = entries_of(value)
+    if entries is None:
+        length = _length(value)
+        return [] if length is None else [length], []
+    parts = [_lengths(item) for _, _, item in entries]
+    own = [len(entries)] if is_ordered(value) and entries else []
+    return [n for arrays, _ in parts for n in arrays], own + [n for _, lists in parts for n in lists]
+
+
+def _length(value: Any) -> int | None:
+    """Length of the first dimension of an array or a tensor, or of a table; ``None`` for a single object."""
+    if isinstance(value, Tensor):
+        return value.size(0) if value.dim() else None
+    if isinstance(value, np.ndarray):
+        return len(value) if value.ndim else None
+    is_table = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    return len(value) if is_table and not isinstance(value, str | bytes) else None
+
+
+def _cut_of(value: Any, total: int, name: str = "") -> _Cut:
+    """How a part of a batch of ``total`` samples is cut.
+
+    A list of as many entries as samples may also be a list of fields, as DataLoader gives for tuples of tensors: at the
+    top of a batch, or if its entries differ in kind. Elsewhere it could be both, and so is odd.
+    """
+    entries = entries_of(value)
+    if entries is None:
+        length = _length(value)
+        return _Cut.WHOLE if length is None else _Cut.SAMPLES if length == total else _Cut.ODD
+    cuts = {_cut_of(item, total) for _, _, item in entries}
+    has_fields = bool(cuts & {_Cut.SAMPLES, _Cut.FIELDS}) and _Cut.ODD not in cuts
+    if is_ordered(value) and entries:
+        is_record = bool(name) and _are_mixed(value)
+        if len(value) == total and not is_record and (not has_fields or _Cut.WHOLE in cuts):
+            return _Cut.SAMPLES
+        if len(value) == total > 1 and not (name or _are_mixed(value)):
+            return _Cut.ODD
+        return _Cut.FIELDS if has_fields else _Cut.ODD
+    return _Cut.ODD if _Cut.ODD in cuts else _Cut.FIELDS if has_fields else _Cut.WHOLE
+
+
+def _are_mixed(items: Sequence[Any]) -> bool:
+    """True if entries differ in type, dtype or the shape of a sample, as fields do and samples do not."""
+    kinds = {(type(x), getattr(x, "dtype", None), tuple(getattr(x, "shape", ()))[1:]) for x in items}
+    return len(kinds) > 1
+
+
+def _rows(value: Any, start: int, stop: int, total: int, name: str = "batch") -> Any:
+    cut = _cut_of(value, total, name)
+    if cut is _Cut.FIELDS:
+        return with_values(value, [_rows(item, start, stop, total, "") for _, _, item in entries_of(value) or ()])
+    if cut is not _Cut.SAMPLES:
+        return value
+    if isinstance(value, Tensor) and value.is_nested:
+        return torch.nested.as_nested_tensor(list(value.unbind()[start:stop]), layout=value.layout)
+    if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
+        return value.index_select(0, torch.arange(start, stop, device=value.device))
+    return sequence_like(value, value[start:stop]) if is_ordered(value) else value[start:stop]
+
+
+def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Join the outputs of micro-batches to what the whole batch would have given.
+
+    Tensors, arrays and lists are put end to end, containers joined entry by entry. A number, or a tensor without
+    dimensions, is a mean over samples if it is floating, and else a count, which is summed.
+
+    Args:
+        outputs: outputs of the micro-batches.
+        weights: share of each micro-batch in the batch.
+    """
     first = outputs[0]
     if len(outputs) == 1:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.ndim else torch.stack(list(outputs))
-    if isinstance(first, Mapping):
-        return {key: join_outputs([output[key] for output in outputs]) for key in first}
-    if isinstance(first, tuple):
-        joined = [join_outputs(parts) for parts in zip(*outputs, strict=True)]
-        return type(first)(*joined) if hasattr(first, "_fields") else tuple(joined)
-    if isinstance(first, list):
-        return [item for output in outputs for item in output]
-    return None if first is None else list(outputs)
+        return torch.cat(list(outputs)) if first.ndim else _number(torch.stack(list(outputs)), weights)
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(outputs)
+    if isinstance(first, int | float | np.number | np.ndarray) and not isinstance(first, bool):
+        joined = _number(torch.as_tensor(np.stack(outputs)), weights).numpy()
+        return (
+            joined
+            if isinstance(first, np.ndarray)
+            else joined.astype(np.asarray(first).dtype)[()]
+            if isinstance(first, np.generic)
+            else type(first)(joined)
+        )
+    if entries_of(first) is None:
+        return first if all(type(x) is type(first) and x == first for x in outputs) else list(outputs)
+    if is_ordered(first) and _holds_samples(outputs):
+        return sequence_like(first, list(chain(*outputs)))
+    columns = zip(*([item for _, _, item in entries_of(output) or ()] for output in outputs), strict=True)
+    return with_values(first, [join_outputs(column, weights) for column in columns])
+
+
+def _holds_samples(outputs: Sequence[Any]) -> bool:
+    """True if lists or tuples hold an entry for each sample, and not fields: a record of tensors or numbers."""
+    first = outputs[0]
+    if len({len(output) for output in outputs}) > 1 or all(isinstance(x, str) for x in first):
+        return True
+    is_record = _are_mixed(first) and len({_length(item) for item in first} - {None}) == 1
+    return isinstance(first, list) and not is_record
+
+
+def _number(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Weighted mean of floating values, sum of others; ``values [n]``, without dimensions in the result."""
+    if values.dtype == torch.bool:
+        return values.all()
+    if not (values.is_floating_point() or values.is_complex()):
+        return values.sum(dtype=values.dtype)
+    shares = torch.tensor(weights, device=values.device, dtype=torch.float64 if values.dtype == torch.float64 else None)
+    return (values * shares).sum().to(values.dtype)

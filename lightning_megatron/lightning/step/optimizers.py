@@ -21,7 +21,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.lightning.compat._private import MockOptimizer, has_hooks
-from lightning_megatron.lightning.step.per_token_loss import LogsTokenMean, TokenCounter
+from lightning_megatron.lightning.step.per_token_loss import TokenCounter
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.broadcast import broadcast_params
 from lightning_megatron.optim.buffers.slot import Slot
@@ -132,7 +132,7 @@ class OptimizerSet:
         self._after_step: list[AfterOptimizerStep] = _parts_of(module, AfterOptimizerStep)
         self._after_skipped_step: list[ForgetStep] = _parts_of(module, ForgetStep)
         self._keepers: list[KeepsWithinStep] = _parts_of(module, KeepsWithinStep)
-        self._tokens = TokenCounter(mesh.dp, module.log_mean_over_tokens if isinstance(module, LogsTokenMean) else None)
+        self._tokens = TokenCounter(mesh.dp, module)
         self._is_automatic = module.automatic_optimization
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
         self._differentiates_itself = is_overridden("backward", module)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce
@@ -40,9 +41,23 @@ class LogsTokenMean(Protocol):
         ...
 
 
-def num_tokens_in(output: Any) -> Any:
-    """The number of tokens over which a step's loss is a sum; ``None`` for a loss that is a mean."""
-    return output.get(NUM_TOKENS) if isinstance(output, Mapping) else None
+def num_tokens_in(output: Any, module: object) -> Any:
+    """The number of tokens over which a step's loss is a sum; ``None`` for a loss that is a mean.
+
+    It is a sum if the module asks for it: its attribute ``sums_over_tokens`` is true, as in this package's modules. In
+    another module's output the key is the user's own.
+    """
+    asks = getattr(module, "sums_over_tokens", False)
+    return output.get(NUM_TOKENS) if asks and isinstance(output, Mapping) else None
+
+
+def _warn_of_means(output: Any, module: object) -> None:
+    """Warn that a number of tokens changes nothing, where the module does not say what it means."""
+    if isinstance(output, Mapping) and NUM_TOKENS in output and not hasattr(module, "sums_over_tokens"):
+        rank_zero_warn(
+            f"training_step of {type(module).__name__} returned '{NUM_TOKENS}', and its loss is taken for a mean. If it"
+            f" is a sum over {NUM_TOKENS}, set sums_over_tokens = True in the class; False ends this warning"
+        )
 
 
 def check_all_alike(one: Any, other: Any) -> None:
@@ -95,11 +110,14 @@ class TokenCounter:
     Args:
         axis: ranks that read different samples. All ranks of one replica (pipeline stages, ranks that share a
             sequence) know its number of tokens, which counts once.
-        log: function that logs the mean of each batch; ``None`` for none.
+        module: module whose steps are counted; a :class:`LogsTokenMean` logs the mean of each batch.
     """
 
-    def __init__(self, axis: Axis, log: Callable[[Tensor], None] | None = None) -> None:
-        self._axis, self._log = axis, log
+    def __init__(self, axis: Axis, module: object) -> None:
+        self._axis, self._module, self._is_first = axis, module, True
+        self._log: Callable[[Tensor], None] | None = None
+        if isinstance(module, LogsTokenMean):
+            self._log = module.log_mean_over_tokens
         self.restart()
 
     def restart(self) -> None:
@@ -120,7 +138,10 @@ class TokenCounter:
         """
         if output is None:
             return None
-        tokens = num_tokens_in(output)
+        if self._is_first:
+            self._is_first = False
+            _warn_of_means(output, self._module)
+        tokens = num_tokens_in(output, self._module)
         if not self._is_empty:
             check_all_alike(tokens, self._total)
         self._is_empty = False

@@ -50,7 +50,8 @@ class _Work:
         self._module, self._step = module, step
         self._micro_batches, self._rest, self._boundary = micro_batches, rest, boundary
         self.logs = LogCapture(module)
-        self._outputs: list[Any] = []  # of micro-batches, to be joined
+        self._outputs: list[Any] = []  # of micro-batches, to be joined by their weights
+        self._weights: list[float] = []
         self._seed = int(torch.randint(1 << 31, (), device="cpu")) if boundary.num_stages > 1 else None
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
@@ -117,9 +118,11 @@ class TrainingWork(_Work):
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step must return a tensor, a dict with 'loss', or None; got {type(output)}")
+        tokens = num_tokens_in(output, self._module)
+        own = ("loss",) if tokens is None else ("loss", NUM_TOKENS)
         if isinstance(output, Mapping):
-            self._outputs.append({key: value for key, value in output.items() if key not in ("loss", NUM_TOKENS)})
-        tokens = num_tokens_in(output)
+            self._outputs.append({key: value for key, value in output.items() if key not in own})
+            self._weights.append(weight)
         if tokens is not None:
             check_stages_can_count(self._module, self._boundary.num_stages, batch)
         share = weight if tokens is None else 1.0  # sums are added up as they are
@@ -157,7 +160,7 @@ class TrainingWork(_Work):
         if not totals:
             return None
         named = dict(zip(("loss", NUM_TOKENS), totals, strict=False))
-        extras = join_outputs(self._outputs) if self._outputs else {}
+        extras = join_outputs(self._outputs, self._weights) if self._outputs else {}
         return {**named, **extras} if self._outputs or len(totals) > 1 else totals[0]
 
 
@@ -167,7 +170,8 @@ class EvaluationWork(_Work):
     def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> None:
         """Append the output to those to join."""
         self._outputs.append(output)
+        self._weights.append(weight)
 
     def output(self) -> Any:
         """Outputs of all micro-batches, joined; ``None`` on a stage that is not the last."""
-        return join_outputs(self._outputs) if self._outputs else None
+        return join_outputs(self._outputs, self._weights) if self._outputs else None

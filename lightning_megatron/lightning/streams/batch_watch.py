@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,6 +30,7 @@ from lightning_megatron.comm.collectives import MAX, Pending, all_reduce_max, st
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.compat._private import trainer_of
+from lightning_megatron.lightning.streams.containers import entries_of
 from lightning_megatron.lightning.streams.generators import copy_generators, generators_checksum
 from lightning_megatron.mesh import ParallelMesh
 
@@ -190,18 +190,11 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Names and values of the leaves of a batch, in all containers that Lightning moves to a device."""
     if isinstance(value, Tensor) and value.is_nested:
         value = value.unbind()
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif hasattr(value, "to") and not isinstance(value, Tensor | Mapping | Sequence):
-        value = getattr(value, "__dict__", {})
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}[{key!r}]")
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{number}]")
-    else:
+    entries = entries_of(value, name)
+    if entries is None:
         yield name, value
+    for its_name, _, item in entries or ():
+        yield from _leaves(item, its_name)
 
 
 def _hash_of(value: Any) -> int:

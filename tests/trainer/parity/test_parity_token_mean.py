@@ -164,6 +164,8 @@ def test_every_layout_has_the_mean_over_all_tokens(ranks: Ranks, world_size: int
 class Toy(LightningModule):
     """One weight, whose gradient in a batch is the sum of what the batch keeps: entries that are not zero."""
 
+    sums_over_tokens = True
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))

@@ -248,6 +248,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, distributed
 class SumsTwo(Overflows):
     """The same loss, as a sum over two outputs."""
 
+    sums_over_tokens = True
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:  # type: ignore[override]
         return {"loss": 2 * super().training_step(batch, batch_idx), "num_tokens": 2}
 

@@ -21,7 +21,7 @@ from lightning_megatron.stage import StageBoundary
 
 
 def window() -> TokenCounter:
-    return TokenCounter(ParallelMesh.single().dp)
+    return TokenCounter(ParallelMesh.single().dp, Returns())
 
 
 def counted(loss: float, tokens: Any) -> dict[str, Any]:
@@ -99,6 +99,8 @@ def test_a_number_for_each_sample_is_refused() -> None:
 
 class Returns(LightningModule):
     """Its ``training_step`` returns what the batch holds."""
+
+    sums_over_tokens = True
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return batch
