@@ -15,6 +15,7 @@ from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.lightning.compat._private import summary_depth, training_data
 from lightning_megatron.lightning.step.grad_reduction import loader_batch_size
+from lightning_megatron.lightning.validation.last_stage import warn_of_last_stage
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import named_specs
 
@@ -38,7 +39,7 @@ def count_parameters(module: nn.Module, mesh: ParallelMesh) -> tuple[int, int, i
 def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> None:
     """Print the size of the whole model, in place of Lightning's default summary, which would show a rank's part.
 
-    All ranks call this.
+    Warnings of what works otherwise on several ranks follow. All ranks call this.
     """
     counts, layout = count_parameters(module, mesh), mesh.layout
     fits = trainer.state.fn == TrainerFn.FITTING
@@ -54,6 +55,7 @@ def introduce(trainer: Trainer, module: LightningModule, mesh: ParallelMesh) -> 
             f"ThroughputMonitor counts the samples of each rank, and {layout.model_parallel_size} ranks read the same:"
             " take lightning_megatron.Throughput, or divide by that"
         )
+    warn_of_last_stage(module, layout.pp)
 
 
 def start_line(layout: ParallelLayout, counts: tuple[int, int, int], batch_size: int | None, accumulated: int) -> str:

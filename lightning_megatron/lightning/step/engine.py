@@ -7,9 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_megatron.comm.objects import broadcast_object
+from lightning_megatron.lightning.step.grad_reduction import declared_batch_size
 from lightning_megatron.lightning.step.log_capture import LogSync
 from lightning_megatron.lightning.step.metric_sync import MetricSync
 from lightning_megatron.lightning.step.micro_batches import split_batch
@@ -68,12 +69,15 @@ class StepEngine:
         """Synchronize the torchmetrics objects of a module over the ranks that see other samples."""
         self._metrics.install(module)
 
-    def split(self, batch: Any, batch_size: int | None) -> MicroBatches | None:
+    def split(self, batch: Any, trainer: Trainer, loader: int = 0) -> MicroBatches | None:
         """Micro-batches of a batch; ``None`` if one plain call of the step is enough.
 
-        ``batch_size`` is the loader's number of samples, if it is known.
+        Args:
+            batch: the batch.
+            trainer: its loaders say how many samples a batch has.
+            loader: index of an evaluation's loader.
         """
-        micro_batches = split_batch(batch, self._size, batch_size)
+        micro_batches = split_batch(batch, self._size, declared_batch_size(trainer, loader))
         return None if len(micro_batches) == 1 and not self._is_pipeline else micro_batches
 
     def train(

@@ -26,7 +26,6 @@ from lightning_megatron.lightning.monitoring.model_summary import introduce
 from lightning_megatron.lightning.monitoring.terminal import Terminal
 from lightning_megatron.lightning.run_state.missed_saves import warn_of_missed_saves
 from lightning_megatron.lightning.step.engine import StepEngine
-from lightning_megatron.lightning.step.grad_reduction import declared_batch_size
 from lightning_megatron.lightning.step.graphs import BlockGraphs
 from lightning_megatron.lightning.step.op_report import write_op_report
 from lightning_megatron.lightning.step.optimizers import decide_on_rank_0
@@ -40,7 +39,6 @@ from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.dataloaders import share_randomness, shuffle_by_epoch, start_workers_safely
 from lightning_megatron.lightning.validation.idle import warn_of_idle
-from lightning_megatron.lightning.validation.last_stage import warn_of_last_stage
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.lightning.validation.slow import warn_of_slow
 from lightning_megatron.mesh import ParallelMesh
@@ -163,7 +161,6 @@ class StrategyHooks(ParallelStrategy):
             self._op_report_is_due = True
         self.setup_precision_plugin()
         self.engine.watch(module)
-        warn_of_last_stage(module, self.mesh.layout.pp)
         introduce(trainer, module, self.mesh)
         self._memory.announce(type(self).__name__)
         self._terminal.open()
@@ -304,9 +301,7 @@ class StrategyHooks(ParallelStrategy):
         assert optimizers is not None
         batch, *rest = [*args, *kwargs.values()]
         batches = module.trainer.accumulate_grad_batches
-        micro_batches = (
-            self.engine.split(batch, declared_batch_size(module.trainer)) if module.automatic_optimization else None
-        )
+        micro_batches = self.engine.split(batch, module.trainer) if module.automatic_optimization else None
         optimizers.begin_batch(module.trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
         self._params.share_buffers(module.trainer, sends_gradients=not self._accumulating)
         with self.precision_plugin.train_step_context(), self.watching_batches(), self._graphs.batch("training", batch):
@@ -398,7 +393,7 @@ class StrategyHooks(ParallelStrategy):
         module = self._ranks.module
         self._params.finish_gather()
         batch, *rest = [*args, *kwargs.values()]
-        micro_batches = self.engine.split(batch, declared_batch_size(module.trainer, *rest[1:]))
+        micro_batches = self.engine.split(batch, module.trainer, *rest[1:])
         with self.precision_plugin.forward_context(), self._graphs.batch(name, batch, *rest):
             if micro_batches is None:
                 output = getattr(module, name)(*args, **kwargs)
