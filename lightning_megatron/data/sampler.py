@@ -31,8 +31,9 @@ class MegatronSampler(Sampler[list[int]]):
         seed: see ``shuffle``.
         drop_last: leave out the samples that do not fill a global batch; else the last one is filled, since ranks must
             have equally many batches.
-        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; or ``"short"``,
-            none at all: the ranks share what is left, and where there are too few, some have no sample.
+        fill: samples that the last batch is filled with: ``"repeat"``, the first samples of the epoch; ``"even"``, as
+            few of them as give each rank equally many; or ``"short"``, none at all: the ranks share what is left, and
+            where there are too few, some have no sample.
 
     Raises:
         ConfigError: if the sizes cannot work, or with ``drop_last`` make no batch.
@@ -48,7 +49,7 @@ class MegatronSampler(Sampler[list[int]]):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = True,
-        fill: Literal["repeat", "short"] = "repeat",
+        fill: Literal["repeat", "even", "short"] = "repeat",
     ) -> None:
         problems = []
         self._ramp: BatchRamp | None = None
@@ -61,8 +62,8 @@ class MegatronSampler(Sampler[list[int]]):
             problems.append(Problem("batch_size", batch_size, "a batch has at least 1 sample", (1,)))
         if not 0 <= dp_rank < dp_size:
             problems.append(Problem("dp_rank", dp_rank, f"must be in 0..{dp_size - 1} where dp={dp_size}"))
-        if fill not in ("repeat", "short"):
-            problems.append(Problem("fill", fill, "no such way to fill the last batch", ("repeat", "short")))
+        if fill not in ("repeat", "even", "short"):
+            problems.append(Problem("fill", fill, "no such way to fill the last batch", ("repeat", "even", "short")))
         if num_samples_total < 1:
             problems.append(Problem("num_samples_total", num_samples_total, "there is nothing to sample"))
         first = batch_size if self._ramp is None else self._ramp.start // max(1, dp_size)
@@ -98,9 +99,11 @@ class MegatronSampler(Sampler[list[int]]):
     def global_batch_at(self, consumed: int) -> int:
         """Samples that all ranks together take in the batch after ``consumed`` samples of an epoch."""
         size = self.global_batch_size if self._ramp is None else self._ramp.size_at(consumed)
-        if self._drop_last or self._fill != "short":
+        if self._drop_last or self._fill == "repeat":
             return size
         left = self.num_samples_total - consumed
+        if self._fill == "even":
+            return min(size, -(-left // self.dp_size) * self.dp_size)
         size = min(size, left)
         missing = self.dp_size - (left - size)  # for one sample on each rank in the batch after this one
         return size - missing if size < left and 0 < missing <= size - self.dp_size else size

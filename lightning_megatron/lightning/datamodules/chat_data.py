@@ -80,8 +80,9 @@ class ChatDataModule(MegatronDataModule):
     ``apply_chat_template(return_assistant_tokens_mask=True)`` of transformers does. Conversations are packed into rows
     of ``seq_length`` tokens, as full as possible; ``segment_ids`` of a batch keep them apart.
 
-    Each epoch reads all rows in an order of its own. Rows and orders do not depend on the layout, and a checkpoint in
-    mid-epoch resumes at the next row with any number of replicas. Tokens and rows are kept in a cache.
+    Each epoch reads all rows in an order of its own. The last batch has what is left; where that does not divide by
+    the replicas, some rows come twice, fewer than there are replicas. Rows and orders do not depend on the layout, and
+    a checkpoint in mid-epoch resumes at the next row with any number of replicas. Tokens and rows are kept in a cache.
 
     Attributes:
         loss_reduction: kind of mean that modules use by default: over tokens, since rows differ in trained tokens.
@@ -252,8 +253,7 @@ class ChatDataModule(MegatronDataModule):
     def _loader(self, dataset: Any, samples: int | None = None, ramp: BatchRamp | None = None) -> Any:
         if dataset is None:
             return []
-        drop_last = len(dataset) >= self.global_batch_size
-        return self._reading(dataset, shuffle=True, seed=self.seed, drop_last=drop_last)
+        return self._reading(dataset, shuffle=True, seed=self.seed, drop_last=False, fill="even")
 
     @property
     def fingerprint(self) -> Fingerprint:

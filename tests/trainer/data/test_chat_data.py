@@ -26,7 +26,7 @@ Layout = dict[str, Any]
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("chats")
-    draw = np.random.default_rng(1).integers(1, 12, (90, 2)).tolist()
+    draw = np.random.default_rng(1).integers(1, 12, (102, 2)).tolist()
     file = write_lines(folder / "chats.jsonl", [chat(f"{i}" + " b" * q, "c " * a) for i, (q, a) in enumerate(draw)])
     return str(file), str(make_tokenizer(folder / "tokenizer"))
 
@@ -77,14 +77,14 @@ def leg(corpus: tuple[str, str], folder: str, number: int, layout: Layout, last:
 
 
 CHAINS: dict[str, list[tuple[int, Layout, int]]] = {
-    "dp 1, 2, 4": [(1, {}, 2), (2, {"dp": 2}, 4), (4, {"dp": 4}, 7)],
-    "dp 2 with tp 2, 1": [(4, {"dp": 2, "tp": 2}, 4), (1, {"micro_batch_size": 4}, 7)],
+    "dp 1, 2, 4": [(1, {}, 2), (2, {"dp": 2}, 5), (4, {"dp": 4}, 9)],
+    "dp 2 with tp 2, 1": [(4, {"dp": 2, "tp": 2}, 3), (1, {"micro_batch_size": 4}, 9)],
 }
 
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_rows_go_on_at_the_exact_row_with_another_number_of_replicas(ranks, corpus, tmp_path, chain):
-    _, plain = leg(corpus, str(tmp_path), 0, {}, 7)
+    _, plain = leg(corpus, str(tmp_path), 0, {}, 9)
     expected = [(step, b"".join(rows)) for _, step, rows in plain.rows]
     assert {epoch for epoch, _, _ in plain.rows} == {0, 1, 2}, "three epochs are read"
     assert len({rows for _, rows in expected}) == len(expected), "each in an order of its own"
@@ -94,6 +94,19 @@ def test_rows_go_on_at_the_exact_row_with_another_number_of_replicas(ranks, corp
         for parts in zip(*(by_replica[replica].rows for replica in sorted(by_replica)), strict=True):
             found.append((parts[0][1], b"".join(row for part in parts for row in part[2])))
     assert found == expected
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, {}), (1, {"micro_batch_size": 2}), (2, {"dp": 2})], ids=str)
+def test_an_epoch_reads_all_rows_where_they_do_not_fill_the_last_batch(ranks, corpus, tmp_path, size, layout):
+    rows = data_module(corpus, 1).rows()
+    assert rows is not None
+    assert len(rows) % GLOBAL_BATCH, "the last batch is smaller"
+    there = sorted(rows[number]["tokens"].numpy().tobytes() for number in range(len(rows)))
+    one = (corpus, str(tmp_path), 0, layout, 4)
+    found = [leg(*one)] if size == 1 else ranks(size, leg, *one)
+    first = [row for _, seen in found for epoch, _, part in seen.rows if epoch == 0 for row in part]
+    assert sorted(set(first)) == sorted(set(there))
+    assert len(first) == -(-len(there) // size) * size
 
 
 def test_validation_reads_each_row_once_and_no_padding(ranks, corpus, tmp_path):

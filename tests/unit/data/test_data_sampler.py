@@ -99,6 +99,19 @@ def test_without_filling_ranks_share_what_is_left(total: int, dp: int, batch: in
         assert samplers[0].consumed_samples == sum(map(len, together[: k + 1])), one
 
 
+@given(total=st.integers(1, 60), dp=st.integers(1, 5), batch=st.integers(1, 5))
+def test_an_even_last_batch_has_what_is_left_as_torchs_sampler_shares_it(total: int, dp: int, batch: int) -> None:
+    batches = global_batches(total, dp, batch_size=batch, drop_last=False, fill="even")
+    read = [sample for one in batches for sample in one]
+    assert len(read) == DistributedSampler(Numbers(total), dp, 0).num_samples * dp, "as few samples come twice"
+    assert read == [i % total for i in range(len(read))]
+    assert all(len(one) == batch * dp for one in batches[:-1])
+    assert len(batches[-1]) % dp == 0
+    sampler = MegatronSampler(total, batch_size=batch, dp_size=dp, drop_last=False, fill="even")
+    sampler.advance(len(batches))
+    assert sampler.consumed_samples == total
+
+
 def test_epochs_differ_and_repeat() -> None:
     sampler = MegatronSampler(20, batch_size=5, shuffle=True, seed=3)
     first = list(sampler)
@@ -111,7 +124,7 @@ def test_epochs_differ_and_repeat() -> None:
 def test_sampler_faults() -> None:
     with pytest.raises(ConfigError, match=r"3 problems(.|\n)*batch_size=0(.|\n)*dp_rank=2: must be in 0..1 where dp=2"):
         MegatronSampler(0, batch_size=0, dp_rank=2, dp_size=2)
-    with pytest.raises(ConfigError, match=r"fill='none': no such way.*nearest valid: repeat, short"):
+    with pytest.raises(ConfigError, match=r"fill='none': no such way.*nearest valid: repeat, even, short"):
         MegatronSampler(7, batch_size=1, fill="none")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="7 samples do not fill one global batch of 4 x dp 2; lower it"):
         MegatronSampler(7, batch_size=4, dp_size=2)
