@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ _FOLLOWS: Mapping[str | None, Sequence[str]] = {
     "tool": ("assistant", "tool"),
 }
 """Roles that may follow a role; those of a first message follow ``None``."""
+
+_OF_TURNS = {"role", "content", "name", "tool_calls"}
+_OF_RECORDS = {"messages", "prompt", "completion", "tools", "documents", "chat_template_kwargs"}
+_METADATA = re.compile(
+    r"(.*_)?id|uuid|idx|index|source|dataset|origin|url|license|lang|language|category|topic|task|tags|split|meta"
+    r"|metadata|timestamp|created|created_at|date|model|version|hash"
+)
+"""Keys that describe a record or a turn, and change no training anywhere."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _HALF = re.compile("[\ud800-\udfff]")
@@ -51,11 +59,33 @@ class Conversation:
         messages: messages in order; the last one is the assistant's.
         tools: descriptions of the tools that the assistant may call, as JSON schemas; ``None`` without any.
         line: one-based line in its file.
+        variables: further variables for the template, which must read them.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     line: int = 0
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_unread(self, variables: Container[str], keys: Container[str]) -> None:
+        """Raise if a template would ignore something of the conversation.
+
+        Args:
+            variables: names of the variables that the template reads.
+            keys: names of the keys of messages that it reads.
+
+        Raises:
+            ChatError: naming the first thing that it does not read.
+        """
+        if unread := next((name for name in self.variables if name not in variables), None):
+            raise ChatError(f"gives {unread!r}, which the chat template does not read", "remove it")
+        for number, message in enumerate(self.messages, 1):
+            known = _OF_TURNS.union(_REASONING)
+            unread = next((key for key in _not_metadata(message) if key not in known and key not in keys), None)
+            if unread is not None:
+                fault = f"message {number} has {unread!r}, which would be ignored: the chat template does not read it"
+                do = "remove it; all answers count the same, so cut conversations where those that count begin"
+                raise ChatError(fault, do)
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
@@ -79,7 +109,8 @@ def parse_conversation(record: Mapping[str, Any], line: int = 0) -> Conversation
     """Check one record.
 
     Args:
-        record: ``{"messages": [...]}``, with ``"tools"`` if there are any, or ``{"prompt": ..., "completion": ...}``.
+        record: ``{"messages": [...]}`` or ``{"prompt": ..., "completion": ...}``, perhaps with ``"tools"``, with
+            ``"documents"`` and ``"chat_template_kwargs"``, which are variables of the template, and with metadata.
         line: its line.
 
     Raises:
@@ -101,7 +132,24 @@ def parse_conversation(record: Mapping[str, Any], line: int = 0) -> Conversation
     if before != "assistant":
         fault = f"ends with role {before!r}, whose text is not learnt"
         raise ChatError(fault, "end with a message of the assistant, or cut the conversation after one")
-    return Conversation(checked, _tools(record), line)
+    return Conversation(checked, _tools(record), line, _variables(record))
+
+
+def _not_metadata(given: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that say something, and may change what is learnt."""
+    empty: tuple[Any, ...] = (None, "", [], {})
+    return (key for key, value in given.items() if value not in empty and not _METADATA.fullmatch(key))
+
+
+def _variables(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Variables for the template in a record."""
+    if unread := next((key for key in _not_metadata(record) if key not in _OF_RECORDS), None):
+        do = "a system prompt is a message; variables of the template stand under 'chat_template_kwargs', notes under"
+        raise ChatError(f"has {unread!r}, which would be ignored", f"{do} 'metadata'")
+    variables = record.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise ChatError(f"'chat_template_kwargs' is {_kind(variables)}, not an object", "give variables by name")
+    return {**variables, "documents": record["documents"]} if record.get("documents") else variables
 
 
 def _object(content: bytes) -> Mapping[str, Any]:
@@ -141,9 +189,6 @@ def _checked(message: Any, name: str, before: str | None) -> dict[str, Any]:
         allowed = " or ".join(map(repr, _FOLLOWS[before]))
         do = "join messages of one role into one" if role == before else "put the messages in order"
         raise ChatError(f"{name} has the role {role!r} and {place}, where {allowed} is expected", do)
-    if "weight" in given:
-        do = "leave such conversations out, or cut them where the answers that count begin"
-        raise ChatError(f"{name} has a 'weight', which would be ignored: all answers count the same", do)
     _check_text(given, name)
     return _with_reasoning(given)
 

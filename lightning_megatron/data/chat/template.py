@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -72,7 +73,9 @@ class ChatTemplate:
     def __init__(self, source: TemplateSource, variables: Mapping[str, Any]) -> None:
         self.source, self.variables = source, dict(variables)
         try:
-            self._compiled = _environment().from_string(source.text)
+            environment = _environment()
+            self._compiled = environment.from_string(source.text)
+            tree = environment.parse(source.text)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             place = "" if line is None else f"line {line}: "
@@ -83,6 +86,7 @@ class ChatTemplate:
                 " {% generation %} and {% endgeneration %} around them in a copy, or name a built-in template"
             )
             raise ConfigError([Problem("chat_template", source.name, reason)])
+        self._reads, self._keys = find_undeclared_variables(tree), _keys_in(tree)
 
     def __reduce__(self) -> tuple[object, ...]:
         return ChatTemplate, (self.source, self.variables)  # compiled code cannot be copied to other processes
@@ -96,7 +100,8 @@ class ChatTemplate:
         if self.source.only_text and (fault := _beyond_text(chat)):
             do = "take the chat template of a tokenizer that knows tools"
             raise ChatError(f"{fault}, and the built-in template {self.source.name!r} writes text alone", do)
-        given = {**self.variables, "messages": chat.messages, "tools": chat.tools, "documents": None}
+        chat.refuse_unread(self._reads, self._keys)
+        given = {"documents": None, **self.variables, **chat.variables, "messages": chat.messages, "tools": chat.tools}
         try:
             marked = self._compiled.render(**{"add_generation_prompt": False, **given})
         except Exception as error:  # a template may do anything, and it is the line that must be named
@@ -107,6 +112,14 @@ class ChatTemplate:
             fault = f"the chat template {self.source.name} marks nothing of the conversation as the assistant's"
             raise ChatError(fault, "check its {% generation %} blocks")
         return rendered
+
+
+def _keys_in(tree: nodes.Template) -> set[str]:
+    """Names of the keys that a template reads: ``message.name``, ``message['name']``, ``message.get('name')``."""
+    names = {node.attr for node in tree.find_all(nodes.Getattr)}
+    parts = [node.arg for node in tree.find_all(nodes.Getitem)]
+    parts += [argument for node in tree.find_all(nodes.Call) for argument in node.args]
+    return names | {part.value for part in parts if isinstance(part, nodes.Const) and isinstance(part.value, str)}
 
 
 def _beyond_text(chat: Conversation) -> str | None:

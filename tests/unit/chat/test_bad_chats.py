@@ -74,9 +74,34 @@ LINES: dict[str, tuple[Any, str]] = {
         of({"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER),
         "the 'content' of message 1 has a part of the kind 'image'; only parts of text can be learnt",
     ),
-    "a weight": (
-        of(USER, {**ANSWER, "weight": 0}),
-        "message 2 has a 'weight', which would be ignored: all answers count the same; leave such conversations out",
+    **{
+        f"a turn with {key}": (
+            of(USER, {**ANSWER, key: value}),
+            f"message 2 has {key!r}, which would be ignored: the chat template does not read it; remove it; all",
+        )
+        for key, value in {
+            "weight": 0,
+            "train": False,
+            "masked": True,
+            "step_loss_mask": 0,
+            "function_call": "f",
+        }.items()
+    },
+    **{
+        f"a record with {key}": (
+            {**(of(USER, ANSWER) if key != "history" else {"prompt": "Hi", "completion": "Ho"}), key: value},
+            f"has {key!r}, which would be ignored; a system prompt is a message; variables of the template stand under",
+        )
+        for key, value in {"system": "S", "history": [["a", "b"]], "functions": [{}], "loss_mask": [0, 1]}.items()
+    },
+    "a variable that is not read": (
+        of(USER, ANSWER, chat_template_kwargs={"note": "S"}),
+        "gives 'note', which the chat template does not read; remove it",
+    ),
+    "documents": (of(USER, ANSWER, documents=[{"text": "S"}]), "gives 'documents', which the chat template does not"),
+    "variables in a list": (
+        of(USER, ANSWER, chat_template_kwargs=["note"]),
+        "'chat_template_kwargs' is a list, not an object; give variables by name",
     ),
     "half a character": (
         '{"messages": [{"role": "user", "content": "\\ud83d"}, {"role": "assistant", "content": "Ho"}]}',

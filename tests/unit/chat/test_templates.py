@@ -148,6 +148,17 @@ def test_a_template_gets_the_same_date_tomorrow():
     assert pickle.loads(pickle.dumps(template)).render(parse_conversation(chat("a", "b"))) == rendered
 
 
+@pytest.mark.parametrize("read", ["m.note", "m['note']", "m.get('note')"])
+def test_a_template_gets_the_variables_of_a_record_and_every_key_of_a_turn_that_it_reads(read: str):
+    """As ``apply_chat_template(messages, documents=..., **chat_template_kwargs)`` of transformers renders them."""
+    text = "{{ style }}{{ documents[0].text }}{% for m in messages %}{% generation %}"
+    text += f"{{{{ {read} or '' }}}}{{{{ m.content }}}}{{% endgeneration %}}{{% endfor %}}"
+    record = chat("a", "b") | {"chat_template_kwargs": {"style": "S"}, "documents": [{"text": "D"}], "source": "web"}
+    record["messages"][1] |= {"note": "N", "timestamp": 3}
+    template = ChatTemplate(TemplateSource(text, "own"), {"style": "of the job"})
+    assert template.render(parse_conversation(record)).text == "SDaNb"
+
+
 def test_a_template_cannot_leave_its_sandbox():
     text = "{{ messages.__class__.__mro__ }}{% generation %}a{% endgeneration %}"
     with pytest.raises(ChatError, match=r"refuses the conversation .*unsafe"):
