@@ -212,7 +212,7 @@ def load_model(
     meta = opened.meta
     refuse_other_writers(path, meta)
     refuse_other_base(path, meta, module)
-    check_checkpoint(path, meta, getattr(module, "model_shape", None))
+    check_checkpoint(path, meta, module)
     if IMPORTED_FROM in meta:
         return _begin_with_weights(opened, module, mesh)
     if fits and "optimizer_states" not in meta:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lightning_megatron.adapters.lora import LoRA
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.meta import META
 from lightning_megatron.checkpoint.loading import Directory, OpenCheckpoint
@@ -22,6 +23,7 @@ from lightning_megatron.lightning.pretrained.parameter_specs import parameter_sh
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 
 _OF_A_WHOLE_MODEL = "embedding.word.weight"
+_LORA = {field.name for field in fields(LoRA)}
 _TOO_MANY = 4  # times as many parameters as there are numbers to fill them
 
 
@@ -54,18 +56,19 @@ def checkpoint_problems(opened: OpenCheckpoint, model: TransformerConfig) -> lis
     return [] if saved is None else _misfits(opened, saved, model)
 
 
-def check_checkpoint(path: PathLike, meta: Mapping[str, Any], model: object) -> None:
+def check_checkpoint(path: PathLike, meta: Mapping[str, Any], module: object) -> None:
     """Refuse weights that do not fit, and warn of those that mean something else in this model.
 
     Args:
         path: path of the checkpoint.
         meta: its dictionary.
-        model: the module's ``model_shape``; anything but a ``TransformerConfig`` is not checked.
+        module: the module; its adapters are checked, and its ``model_shape`` if that is a ``TransformerConfig``.
 
     Raises:
-        ConfigError: naming every field that differs, if the weights do not fit.
+        ConfigError: naming every field that differs, if the weights do not fit, or adapters get another factor.
     """
-    saved = saved_config(meta)
+    saved, model = saved_config(meta), getattr(module, "model_shape", None)
+    raise_if_any(_other_scales(path, (meta.get("hyper_parameters") or {}).get("lora"), getattr(module, "lora", None)))
     if saved is None or not isinstance(model, TransformerConfig):
         return
     raise_if_any(_misfits(path, saved, model))
@@ -120,6 +123,22 @@ def _deciding_fields(config: TransformerConfig) -> dict[str, Any]:
         del found["ffn_hidden_size"]
     sizes = {"moe_ffn_hidden_size": config.expert_ffn_hidden_size}
     return found | sizes | {"moe_layers": with_experts, "moe_expert_bias": config.has_expert_bias}
+
+
+def _other_scales(path: PathLike, saved: object, adapters: object) -> list[Problem]:
+    """Settings of adapters that would multiply the matrices of a checkpoint by another factor than in training."""
+    if not isinstance(saved, Mapping) or not isinstance(adapters, Mapping):
+        return []
+    both = [
+        (name, ours, LoRA(**saved[name])) for name, ours in adapters.items() if isinstance(saved.get(name), Mapping)
+    ]
+    return [
+        Problem(f"lora.{name}.{field}", here, f"{path} was trained with {there}, and its matrices fit that", (there,))
+        for name, ours, theirs in both
+        if ours.scale != theirs.scale
+        for field in ("alpha", "rank", "rslora")
+        if (here := getattr(ours, field)) != (there := getattr(theirs, field))
+    ]
 
 
 def _misfits(path: PathLike, saved: TransformerConfig, model: TransformerConfig) -> list[Problem]:

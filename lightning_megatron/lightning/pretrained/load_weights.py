@@ -104,7 +104,7 @@ def load_weights(
     opened = open_checkpoint(path, mesh, check=check)
     meta = opened.meta
     refuse_other_base(path, meta, module)
-    check_checkpoint(path, meta, getattr(module, "model_shape", None))
+    check_checkpoint(path, meta, module)
     if IMPORTED_FROM in meta:  # other programs have no counters and the like
         weights = {name for name, _, _ in named_weights(module)}
         tensors = {name: tensor for name, tensor in tensors.items() if name in weights}

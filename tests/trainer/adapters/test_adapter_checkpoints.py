@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import GPTModule, LlamaModule, LoRA, MegatronStrategy, TransformerConfig, read_checkpoint
+from lightning_megatron import (
+    ConfigError,
+    GPTModule,
+    LlamaModule,
+    LoRA,
+    MegatronStrategy,
+    TransformerConfig,
+    load_module,
+    read_checkpoint,
+)
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
@@ -115,6 +125,25 @@ def test_an_adapter_of_other_weights_is_refused_by_name(hf, tmp_path):
     with pytest.raises(CheckpointError, match=r"nothing at base='.*nowhere'"):
         LlamaModule.load_from_checkpoint(tmp_path / "a.ckpt", base=tmp_path / "nowhere")
     LlamaModule.load_from_checkpoint(tmp_path / "a.ckpt", base=tmp_path / "moved").configure_model()
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"alpha": 64.0}, "lora.default.alpha=64.0: .* was trained with 8.0"),
+        ({"rslora": True}, "lora.default.rslora=True: .* was trained with False"),
+        ({"alpha": 32.0, "rank": 8}, r"2 problems(.|\n)*alpha=32.0(.|\n)*rank=8"),
+    ],
+    ids=str,
+)
+def test_an_adapter_goes_on_with_the_factor_that_it_was_trained_with(tmp_path, other, told):
+    config = tiny_llama(vocab_size=VOCABULARY)
+    fit(GPTModule(config, lora=ADAPTER, lr=1e-2), 1, tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=told):
+        fit(GPTModule(config, lora=replace(ADAPTER, **other)), 2, go_on=tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=told):
+        load_module(tmp_path / "a.ckpt", GPTModule, lora=replace(ADAPTER, **other))
+    fit(GPTModule(config, lora=replace(ADAPTER, dropout=0.5)), 2, go_on=tmp_path / "a.ckpt")  # of training alone
 
 
 def test_a_module_without_adapters_or_without_a_base_is_told(hf, tmp_path):
