@@ -20,7 +20,7 @@ from lightning_megatron.lightning.streams.containers import entries_of, is_order
 
 
 class _Cut(Enum):
-    """How a part of a batch is cut."""
+    """A way to cut a part of a batch."""
 
     WHOLE = auto()  # every micro-batch gets it
     SAMPLES = auto()  # one entry for each sample
@@ -65,20 +65,26 @@ def num_samples(batch: Any, batch_size: int | None, size: int) -> int | None:
         if batch_size is not None and batch_size > size:
             raise MisconfigurationException(f"the batch, a {type(batch).__name__}, {_ADVICE.format(size)}")
         return None
-    is_known = batch_size is not None and batch_size > 1
-    most = batch_size if is_known and batch_size is not None else max(lengths)
-    for candidates in ([most] if is_known else [], arrays, lists):
+    known = batch_size if batch_size is not None and batch_size > 1 else None
+    most = known or max(lengths)
+    for candidates in ([most] if known else [], arrays, lists):
         fitting = {n for n in candidates if n <= most and _cut_of(batch, n, "batch") in (_Cut.SAMPLES, _Cut.FIELDS)}
         if len(fitting) == 1:
             return fitting.pop()
         if fitting:
             found = " or ".join(map(str, sorted(fitting)))
             raise MisconfigurationException(f"the batch may hold {found} samples: it {_ADVICE.format(size)}")
+    raise MisconfigurationException(f"{_misfit(batch, most, arrays, lists)}, {_ADVICE.format(size)}")
+
+
+def _misfit(batch: Any, most: int, arrays: list[int], lists: list[int]) -> str:
+    """The entries of a batch that do not fit the number of its samples, ``most`` at the most."""
+    lengths = [*arrays, *lists]
     expected = most if most in lengths else max(arrays or lists, key=lengths.count)
     if expected > most or not (odd := _odd(batch, expected, "batch")):
         odd, expected = [("batch", expected)], most
     named = ", ".join(f"{name} has length {length}" for name, length in odd[:4])
-    raise MisconfigurationException(f"a batch of {expected} samples, in which {named}, {_ADVICE.format(size)}")
+    return f"a batch of {expected} samples, in which {named}"
 
 
 _ADVICE = (
@@ -122,25 +128,34 @@ def _length(value: Any) -> int | None:
 
 
 def _cut_of(value: Any, total: int, name: str = "") -> _Cut:
-    """How a part of a batch of ``total`` samples is cut.
-
-    A list of as many entries as samples may also be a list of fields, as DataLoader gives for tuples of tensors: at the
-    top of a batch, or if its entries differ in kind. Elsewhere it could be both, and so is odd.
-    """
+    """The way to cut a part of a batch of ``total`` samples."""
     entries = entries_of(value)
     if entries is None:
         length = _length(value)
         return _Cut.WHOLE if length is None else _Cut.SAMPLES if length == total else _Cut.ODD
     cuts = {_cut_of(item, total) for _, _, item in entries}
-    has_fields = bool(cuts & {_Cut.SAMPLES, _Cut.FIELDS}) and _Cut.ODD not in cuts
     if is_ordered(value) and entries:
-        is_record = bool(name) and _are_mixed(value)
-        if len(value) == total and not is_record and (not has_fields or _Cut.WHOLE in cuts):
-            return _Cut.SAMPLES
-        if len(value) == total > 1 and not (name or _are_mixed(value)):
-            return _Cut.ODD
-        return _Cut.FIELDS if has_fields else _Cut.ODD
-    return _Cut.ODD if _Cut.ODD in cuts else _Cut.FIELDS if has_fields else _Cut.WHOLE
+        return _cut_of_list(value, total, name, cuts)
+    return _Cut.ODD if _Cut.ODD in cuts else _Cut.FIELDS if _have_fields(cuts) else _Cut.WHOLE
+
+
+def _cut_of_list(items: Sequence[Any], total: int, name: str, cuts: set[_Cut]) -> _Cut:
+    """The way to cut a list, by the ways to cut its entries.
+
+    A list of as many entries as samples may also be a list of fields, as DataLoader gives for tuples of tensors: at the
+    top of a batch, or if its entries differ in kind. Elsewhere it could be both, and so is odd.
+    """
+    has_fields = _have_fields(cuts)
+    is_record = bool(name) and _are_mixed(items)
+    if len(items) == total and not is_record and (not has_fields or _Cut.WHOLE in cuts):
+        return _Cut.SAMPLES
+    if len(items) == total > 1 and not (name or _are_mixed(items)):
+        return _Cut.ODD
+    return _Cut.FIELDS if has_fields else _Cut.ODD
+
+
+def _have_fields(cuts: set[_Cut]) -> bool:
+    return bool(cuts & {_Cut.SAMPLES, _Cut.FIELDS}) and _Cut.ODD not in cuts
 
 
 def _are_mixed(items: Sequence[Any]) -> bool:
@@ -180,16 +195,21 @@ def join_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(outputs)
     if isinstance(first, int | float | np.number | np.ndarray) and not isinstance(first, bool):
-        joined = _number(torch.as_tensor(np.stack(outputs)), weights).numpy()
-        return (
-            joined
-            if isinstance(first, np.ndarray)
-            else joined.astype(np.asarray(first).dtype)[()]
-            if isinstance(first, np.generic)
-            else type(first)(joined)
-        )
+        return _like(first, _number(torch.as_tensor(np.stack(outputs)), weights).numpy())
     if entries_of(first) is None:
         return first if all(type(x) is type(first) and x == first for x in outputs) else list(outputs)
+    return _join_containers(outputs, weights)
+
+
+def _like(first: Any, joined: np.ndarray) -> Any:
+    """A number of the type of ``first``."""
+    if isinstance(first, np.ndarray):
+        return joined
+    return joined.astype(first.dtype)[()] if isinstance(first, np.generic) else type(first)(joined)
+
+
+def _join_containers(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    first = outputs[0]
     if is_ordered(first) and _holds_samples(outputs):
         return sequence_like(first, list(chain(*outputs)))
     columns = zip(*([item for _, _, item in entries_of(output) or ()] for output in outputs), strict=True)

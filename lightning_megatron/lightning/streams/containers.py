@@ -1,4 +1,4 @@
-"""What holds the tensors of a batch, opened and rebuilt: mappings, sequences, dataclasses and objects with ``to``."""
+"""Containers of a batch, opened and rebuilt: mappings, sequences, dataclasses and objects with ``to``."""
 
 from __future__ import annotations
 
