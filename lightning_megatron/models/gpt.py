@@ -27,7 +27,7 @@ from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.multi_token import NextTokenModule, later
-from lightning_megatron.models.stages import StagedModel, mean_weights
+from lightning_megatron.models.stages import StagedModel, in_own_dtype, mean_weights
 from lightning_megatron.moe.aux_loss import attach_aux_loss
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.recompute import recomputed
@@ -62,6 +62,7 @@ class GPTModel(StagedModel):
         kinds = dict.fromkeys((*self._rotary_of.values(), self._mtp_rotary))
         self._rotaries = {each: RotaryEmbedding(config.rotary_dim, *each) for each in kinds if each}
 
+    @in_own_dtype
     def forward(
         self,
         tokens: Tensor,
@@ -156,6 +157,7 @@ class GPTModel(StagedModel):
         logits = self.head(hidden, self.tied_weight, keep=keep)  # [S/cp, B, V]
         return self._sharding.gather(logits, length).transpose(0, 1)
 
+    @in_own_dtype
     def hidden(
         self,
         tokens: Tensor,
@@ -183,6 +185,7 @@ class GPTModel(StagedModel):
         whole = self._sharding.gather(self.head.final(stream), tokens.shape[1]).transpose(0, 1)  # [B, S, H]
         return _with_aux_losses(whole, aux_losses, scale or BackwardScale())
 
+    @in_own_dtype
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Losses of all tokens, ``[B, S]`` fp32, 0 where the label is -100; whole on every rank.
 
@@ -195,6 +198,7 @@ class GPTModel(StagedModel):
         losses = self.head(own, self.tied_weight, labels=self._own_labels(labels).t(), is_final=True)
         return self._sharding.gather(losses, hidden.shape[1]).t()
 
+    @in_own_dtype
     def mean_loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """Mean loss as of :meth:`forward`, computed from hidden states.
 

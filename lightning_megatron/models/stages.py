@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,24 @@ class Parts(NamedTuple):
     embedding: Callable[..., Embedding] = Embedding
     block: Callable[..., Block] = Block
     head: Callable[..., Head] = Head
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_own_dtype(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Run a method of a model in 16 bits without autocast, which is for fp32 parameters: the model casts by itself."""
+
+    @wraps(method)
+    def run(self: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
+        param = next(self.parameters(), None)
+        if param is None or param.dtype == torch.float32 or not torch.is_autocast_enabled(param.device.type):
+            return method(self, *args, **kwargs)
+        with torch.autocast(param.device.type, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class StagedModel(nn.Module):

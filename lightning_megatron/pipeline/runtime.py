@@ -219,6 +219,7 @@ class _Run:
         out = self._work.forward(action.stage, action.microbatch, hidden)
         if action.stage < self._num_stages - 1:
             assert out is not None
+            out = out.to(self._dtype)  # operations of a user's stage may give fp32 under autocast
             self._ready[Message(action.stage, action.stage + 1, action.microbatch)] = out.detach()
         if keep:
             sent = action.stage < self._num_stages - 1

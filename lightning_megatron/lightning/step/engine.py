@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class StepEngine:
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
         device: device of activations.
         dtype: dtype of activations between stages.
+        context: function that returns a context manager for each forward of ``training_step``.
     """
 
     def __init__(
@@ -44,7 +45,9 @@ class StepEngine:
         micro_batch_size: int | None,
         device: torch.device,
         dtype: torch.dtype,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self._context = context
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline = boundary is not None
         self._boundary = boundary or StageBoundary(1)  # without a pipeline, only its loss scale is used
@@ -61,7 +64,8 @@ class StepEngine:
     def plain_step(self, module: LightningModule, step: Callable[[], Any], scale: float) -> Any:
         """Run one forward of a model without stages; the caller runs the backward, of ``scale`` times the loss."""
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
-            output = step()
+            with self._context():
+                output = step()
             scale_with_tokens(backward_scale, num_tokens_in(output, module))
             return output
 
@@ -99,7 +103,7 @@ class StepEngine:
         Returns:
             Output of one ``training_step`` on the whole batch, without its graph.
         """
-        work = TrainingWork(module, micro_batches, rest, self._boundary, scale)
+        work = TrainingWork(module, micro_batches, rest, self._boundary, scale, self._context)
         layout, rank = self._mesh.layout, self._mesh.pp.rank
         plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank)
         with kept_generators(self._device) if self._is_pipeline else nullcontext():

@@ -21,7 +21,7 @@ from torchmetrics import Metric
 
 from lightning_megatron.arguments import checked
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.device import DeviceKind
+from lightning_megatron.device import CPU, DeviceKind
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
 from lightning_megatron.lightning.step.step_gate import StepGate
 from lightning_megatron.models.stages import StagedModel
@@ -38,7 +38,7 @@ class PrecisionMode:
     """Dtypes of one precision.
 
     Attributes:
-        params: dtype of parameters and activations.
+        params: dtype of parameters and activations; with ``main``, of this package's layers alone, and of autocast.
         main: dtype of the values that the optimizer updates; ``None`` means the parameters themselves.
         grads: dtype in which gradients are accumulated.
         loss_scaled: True if losses are scaled against underflow.
@@ -62,16 +62,17 @@ MODES: Mapping[str, PrecisionMode] = {
 class MegatronPrecision(Precision):
     """Megatron's meaning of Lightning's precision names.
 
-    ``bf16-mixed`` holds parameters in bf16 and fp32 main copies of them in the (sharded) optimizer, and accumulates
-    gradients in fp32; Lightning's own ``bf16-mixed`` holds fp32 parameters and casts in every operation. ``16-mixed``
-    is the same with fp16 and a dynamic loss scale. ``bf16-true`` has no fp32 copy: small updates are lost. ``64-true``
-    is Lightning's, for modules of your own under data parallelism alone.
+    ``bf16-mixed`` holds the parameters of this package's layers in bf16 and fp32 main copies of them in the (sharded)
+    optimizer, and accumulates gradients in fp32. Everything else keeps its dtype and runs under autocast, as in
+    Lightning's own ``bf16-mixed``. ``16-mixed`` is the same with fp16 and a dynamic loss scale. ``bf16-true`` has no
+    fp32 copy: small updates are lost. ``64-true`` is Lightning's, for modules of your own under data parallelism alone.
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-mixed"`` or ``"64-true"``.
         loss_scale: loss scale of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
 
     Attributes:
+        device: device of the model, whose operations autocast casts.
         last_grad_norm: norm before clipping, once it is known in a step.
         step_gate: gate asked before every step of an optimizer; ``None`` for no gate.
         step_is_refused: True if the gate has refused the last step.
@@ -91,6 +92,7 @@ class MegatronPrecision(Precision):
         self._overflow: dict[ShardedOptimizer, bool] = {}
         self._compares = False
         self._compared_in: dict[ShardedOptimizer, int] = {}
+        self.device = torch.device(CPU.type)
         self.last_grad_norm: Tensor | None = None
         self.step_gate: StepGate | None = None
         self.step_is_refused = self.step_has_overflowed = False
@@ -179,29 +181,44 @@ class MegatronPrecision(Precision):
         return self.params_dtype() if self.mode.main is None else nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast a module to the parameters' dtype, and let its layers accept inputs of any dtype; no effect in fp32.
+        """Cast parameters, and let layers accept inputs of any dtype; no effect in fp32.
 
-        Layers of torch and of this package cast their inputs. Layers of the user's own, whose inputs may be targets,
-        run under autocast: each operation casts what it must.
-        Metrics, and buffers outside of layers that have parameters, keep their dtype, since they count or sum. So do
-        buffers that are weights: 16 bits would round away the small updates of an expert's bias.
+        In mixed precision this concerns the layers of this package alone, with all that they contain. They compute in
+        the parameters' dtype, without autocast. Else all layers of torch and of this package cast their inputs, and the
+        user's own, whose inputs may be targets, run under autocast.
+        Metrics keep their dtype, since they count or sum. So do buffers that are weights: 16 bits would round away the
+        small updates of an expert's bias.
         """
-        if (dtype := self.mode.params) == torch.float32:
-            return module
-        self.teardown()
-        autocast, of_user = _Autocast(dtype), _reached(module, StagedModel, Metric)
-        for part in _reached(module, Metric).values():
-            own = list(part.parameters(recurse=False))
-            counts = self.mode.main is not None and id(part) in of_user and (part is module or not own)
-            _cast_own(part, dtype, with_buffers=not counts)
-            has_values = any(map(torch.is_floating_point, _own_tensors(part)))
-            computes = part is not module and id(part) in of_user and has_values
-            if computes and (_home(part) in ("torch", _OURS) or dtype == torch.float64):
-                self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
-            elif computes and _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
-                self._hooks.append(part.register_forward_pre_hook(autocast.enter))
-                self._hooks.append(part.register_forward_hook(autocast.leave, always_call=True))
+        if self.mode.params != torch.float32:
+            self.teardown()
+            (self._convert_all if self.mode.main is None else self._convert_ours)(module)
         return module
+
+    def _convert_ours(self, module: nn.Module) -> None:
+        for layer in _layers_of_ours(module):
+            of_user = _reached(layer, StagedModel, Metric)  # a whole model takes tokens and masks
+            for part in _reached(layer, Metric).values():
+                _cast_own(part, self.mode.params)
+                if id(part) in of_user and _computes(part):
+                    self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+            if id(layer) in of_user:
+                self._autocast_in(layer, enabled=False)
+
+    def _convert_all(self, module: nn.Module) -> None:
+        dtype, of_user = self.mode.params, _reached(module, StagedModel, Metric)
+        for part in _reached(module, Metric).values():
+            _cast_own(part, dtype)
+            if part is module or id(part) not in of_user or not _computes(part):
+                continue
+            if _home(part) in ("torch", _OURS) or dtype == torch.float64:
+                self._hooks.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
+            elif _OURS not in map(_home, part.modules()):  # ours compute in fp32 where they must
+                self._autocast_in(part, enabled=True)
+
+    def _autocast_in(self, layer: nn.Module, enabled: bool) -> None:
+        autocast = _Autocast(self.device.type, self.mode.params, enabled)
+        self._hooks.append(layer.register_forward_pre_hook(autocast.enter))
+        self._hooks.append(layer.register_forward_hook(autocast.leave, always_call=True))
 
     def teardown(self) -> None:
         """Remove the hooks that :meth:`convert_module` has registered on layers."""
@@ -211,15 +228,22 @@ class MegatronPrecision(Precision):
     def convert_input(self, data: Any) -> Any:
         """Cast floating-point inputs to fp64 under ``64-true``; otherwise keep their dtype.
 
-        16 bits would round masks, counts and targets: layers cast inputs (:meth:`convert_module`), as autocast does.
+        16 bits would round masks, counts and targets: autocast, or layers (:meth:`convert_module`), cast inputs.
         """
         return _cast(data, torch.float64) if self.mode.params == torch.float64 else data
 
-    def forward_context(self) -> AbstractContextManager[None]:
-        """No autocast: parameters have their dtype already. In fp64 new tensors get the dtype, as in Lightning."""
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast in mixed precision, as in Lightning; in fp64 new tensors get the dtype, as in Lightning."""
+        if self.mode.main is not None:
+            return torch.autocast(self.device.type, self.mode.params, cache_enabled=False)
         return self.tensor_init_context() if self.mode.params == torch.float64 else nullcontext()
 
     # A step
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Differentiate without autocast, also where a step calls ``manual_backward``."""
+        with torch.autocast(self.device.type, enabled=False) if self.mode.main is not None else nullcontext():
+            super().backward(tensor, *args, **kwargs)
 
     def scale_of_loss(self) -> float:
         """Factor of a loss in the backward."""
@@ -363,24 +387,36 @@ def _home(layer: nn.Module) -> str:
     return _OURS if _OURS in classes else str(getattr(layer.forward, "__module__", "")).partition(".")[0]
 
 
-class _Autocast:
-    """Hooks that run layers, nested ones too, under autocast; dynamo can trace them."""
+def _layers_of_ours(module: nn.Module) -> list[nn.Module]:
+    """The outermost layers of this package in a module."""
+    if isinstance(module, Metric):
+        return []
+    if _home(module) == _OURS and not isinstance(module, LightningModule):
+        return [module]
+    return list({id(layer): layer for child in module.children() for layer in _layers_of_ours(child)}.values())
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype, self._before = dtype, list[tuple[str, torch.dtype, bool]]()
+
+class _Autocast:
+    """Hooks that run layers, nested ones too, under autocast, or without it; dynamo can trace them."""
+
+    def __init__(self, device: str, dtype: torch.dtype, enabled: bool) -> None:
+        self._device, self._inside, self._before = device, (dtype, enabled), list[tuple[torch.dtype, bool]]()
 
     def enter(self, layer: nn.Module, args: Any) -> None:
-        device = next(_own_tensors(layer)).device.type
-        self._before.append((device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)))
-        self._set(device, self._dtype, True)
+        self._before.append((torch.get_autocast_dtype(self._device), torch.is_autocast_enabled(self._device)))
+        self._set(*self._inside)
 
     def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         self._set(*self._before.pop())
 
-    def _set(self, device: str, dtype: torch.dtype, enabled: bool) -> None:
-        torch.set_autocast_dtype(device, dtype)
-        torch.set_autocast_enabled(device, enabled)
+    def _set(self, dtype: torch.dtype, enabled: bool) -> None:
+        torch.set_autocast_dtype(self._device, dtype)
+        torch.set_autocast_enabled(self._device, enabled)
         torch.clear_autocast_cache()
+
+
+def _computes(part: nn.Module) -> bool:
+    return any(map(torch.is_floating_point, _own_tensors(part)))
 
 
 def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
@@ -388,13 +424,13 @@ def _own_tensors(part: nn.Module) -> Iterator[Tensor]:
     yield from part.buffers(recurse=False)
 
 
-def _cast_own(part: nn.Module, dtype: torch.dtype, *, with_buffers: bool) -> None:
+def _cast_own(part: nn.Module, dtype: torch.dtype) -> None:
     """Cast a module's own parameters, and its buffers unless they are weights."""
     for parameter in filter(torch.is_floating_point, part.parameters(recurse=False)):
         parameter.data = parameter.data.to(dtype)
     kept = {name for name, _, _ in declared_buffers(part)}
     for name, buffer in part.named_buffers(recurse=False):
-        if with_buffers and buffer.is_floating_point() and name not in kept:
+        if buffer.is_floating_point() and name not in kept:
             setattr(part, name, buffer.to(dtype))
 
 

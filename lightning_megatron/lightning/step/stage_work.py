@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -96,7 +97,10 @@ class _Work:
 
 
 class TrainingWork(_Work):
-    """``training_step`` on every micro-batch; in the backward each loss has a factor ``scale`` on top of its weight."""
+    """``training_step`` on every micro-batch, in a ``context`` of its own.
+
+    In the backward each loss has a factor ``scale`` on top of its weight.
+    """
 
     def __init__(
         self,
@@ -105,11 +109,17 @@ class TrainingWork(_Work):
         rest: tuple[Any, ...],
         boundary: StageBoundary,
         scale: float,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__(module, module.training_step, micro_batches, rest, boundary)
-        self._scale = scale
+        self._scale, self._context = scale, context
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | None] = []
+
+    def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
+        """See the base class."""
+        with self._context():
+            return super().forward(stage, microbatch, hidden)
 
     def on_last_stage(self, output: Any, batch: Any, weight: float, scale: BackwardScale) -> Tensor | None:
         """The scaled loss of one micro-batch; ``None`` if the user returned none."""

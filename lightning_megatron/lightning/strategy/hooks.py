@@ -125,8 +125,8 @@ class StrategyHooks(ParallelStrategy):
         self._ranks.trials.begin(trainer, self.mesh)
         self._own_callbacks.add(*self._record.begin(trainer))
         self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
-        how = self.boundary, self._job.pipeline_schedule, self.micro_batch_size, self.root_device
-        self._engine = StepEngine(self.mesh, *how, self.precision_plugin.mode.params)
+        plugin, how = self.precision_plugin, (self.boundary, self._job.pipeline_schedule, self.micro_batch_size)
+        self._engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples the same order, and shield workers from signals."""
@@ -304,7 +304,7 @@ class StrategyHooks(ParallelStrategy):
         micro_batches = self.engine.split(batch, module.trainer) if module.automatic_optimization else None
         optimizers.begin_batch(module.trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
         self._params.share_buffers(module.trainer, sends_gradients=not self._accumulating)
-        with self.precision_plugin.train_step_context(), self.watching_batches(), self._graphs.batch("training", batch):
+        with self.watching_batches(), self._graphs.batch("training", batch):
             scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
             if micro_batches is None:
                 output = self.engine.plain_step(module, partial(module.training_step, *args, **kwargs), scale)

@@ -361,9 +361,9 @@ class MegatronStrategy(StrategyHooks):
     def main_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict`` with main values in the place of parameters, on the host; all ranks call this.
 
-        After ``bf16-mixed`` and ``16-mixed`` the module's parameters are half precision; these are the fp32 values that
-        have been trained. They exist from the start of a ``fit`` to that of the next. As in ``state_dict``, a rank has
-        its shard of parameters that tensor and pipeline parallelism split.
+        After ``bf16-mixed`` and ``16-mixed`` parameters of this package's layers are half precision; these are the fp32
+        values that have been trained. They exist from the start of a ``fit`` to that of the next. As in ``state_dict``,
+        a rank has its shard of parameters that tensor and pipeline parallelism split.
         """
         return self._params.main_state_dict(self._ranks.module)
 

@@ -19,7 +19,7 @@ from lightning_megatron.context_parallel.inputs import shard_inputs
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.models.bert.parts import BertEmbedding, BertHead, PostNormBlock
-from lightning_megatron.models.stages import Parts, StagedModel, mean_weights, one_for_none
+from lightning_megatron.models.stages import Parts, StagedModel, in_own_dtype, mean_weights, one_for_none
 from lightning_megatron.models.transformer import Block
 from lightning_megatron.stage import StageLayers
 
@@ -83,6 +83,7 @@ class BertModel(StagedModel):
     def _classes(self) -> Parts:
         return Parts(BertEmbedding, PostNormBlock if self.config.norms_after else Block, BertHead)
 
+    @in_own_dtype
     def forward(self, inputs: BertInputs) -> BertLogits:
         """Logits of both heads; on a stage that is not the last, the end of the step.
 
@@ -95,6 +96,7 @@ class BertModel(StagedModel):
         follows = head.follows(encoded) if self.config.next_sentence else None
         return BertLogits(logits.transpose(0, 1), follows)
 
+    @in_own_dtype
     def losses(
         self,
         inputs: BertInputs,

@@ -24,7 +24,7 @@ from lightning_megatron.layers.cross_attention import MemoryCache
 from lightning_megatron.layers.init import seeded
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import without_graphs
-from lightning_megatron.models.stages import Parts, StagedModel, mean_weights
+from lightning_megatron.models.stages import Parts, StagedModel, in_own_dtype, mean_weights
 from lightning_megatron.models.t5.parts import DecoderCache, Memory, RelativeBias, StackEnd, T5Block, T5Head
 from lightning_megatron.models.transformer import Embedding
 from lightning_megatron.ops.registry import Ops
@@ -77,6 +77,7 @@ class T5Model(StagedModel):
         if encoder[-1] in here:
             self.encoder_end = StackEnd(config, mesh, sequence_parallel=self.sequence_parallel, ops=ops)
 
+    @in_own_dtype
     def forward(self, inputs: T5Inputs, labels: Tensor | None = None, loss_mask: Tensor | None = None) -> Tensor:
         """Logits, or with labels the loss; on a stage that is not the last, the end of the step.
 
@@ -99,6 +100,7 @@ class T5Model(StagedModel):
         weights = self._sharding.shard(mean_weights(labels, loss_mask), 1)
         return self.head(decoded, self.tied_weight, labels=self._own_labels(labels).t(), token_weights=weights.t())
 
+    @in_own_dtype
     def encode(self, tokens: Tensor, padding_mask: Tensor | None = None) -> Memory:
         """Output of the encoder for tokens ``[B, S]``, of a model in one piece.
 
@@ -110,6 +112,7 @@ class T5Model(StagedModel):
         key_mask = self._key_mask(tokens, padding_mask)
         return Memory(self._encoded(self.config.stacks["encoder"], self._embedded(tokens), key_mask), key_mask)
 
+    @in_own_dtype
     def decode(self, tokens: Tensor, memory: Memory, caches: Sequence[DecoderCache]) -> Tensor:
         """Append tokens ``[B, T]`` to those in the caches, and return the logits ``[B, 1, V]`` after the last one.
 

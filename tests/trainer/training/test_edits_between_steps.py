@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.testing.trainer import quiet_trainer
 
 Ranks = Callable[..., list[Any]]
@@ -301,9 +301,12 @@ def test_a_step_that_raises_leaves_the_users_parameters_in_the_groups() -> None:
 
 
 def main_values() -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    module = Net()
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "vocab_size": 32}
+    module = LlamaModule("llama-tiny", lr=0.05, **sizes)
     trainer = quiet_trainer(MegatronStrategy(), max_epochs=1, precision="bf16-mixed", use_distributed_sampler=False)
-    trainer.fit(module, DataLoader(torch.ones(8, 4), batch_size=4))  # type: ignore[arg-type]
+    tokens = torch.arange(9) + torch.arange(8)[:, None]
+    data = [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    trainer.fit(module, DataLoader(data, batch_size=4))  # type: ignore[arg-type]
     shards = trainer.strategy.sharded_optimizers[0].param_shards()  # type: ignore[attr-defined]
     own = {f"{shard.name}[{shard.start}:{shard.end}]": shard.main.cpu().clone() for shard in shards}
     rounded = {name: value.cpu() for name, value in module.state_dict().items()}

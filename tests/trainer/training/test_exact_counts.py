@@ -217,7 +217,7 @@ class Learner(Regression):
         assert self.last is not None
         made = self.last(self.norm(self.first(batch["x"])).float())
         loss = self.loss(made=made, target=batch["y"])
-        assert not torch.is_autocast_enabled(self.device.type)
+        assert torch.is_autocast_enabled(self.device.type) == (self.trainer.precision == "bf16-mixed")
         self.value = float(loss.detach())
         return loss
 
@@ -238,7 +238,7 @@ def test_a_learned_loss_sees_targets_as_they_are(precision: Any) -> None:
 
 def test_autocast_ends_where_a_layer_of_the_users_own_raises() -> None:
     module = nn.ModuleList([LearnedLoss(), LearnedLoss()])
-    precision = MegatronPrecision("bf16-mixed")
+    precision = MegatronPrecision("bf16-true")
     precision.convert_module(module)
     with pytest.raises(RuntimeError, match="size"):
         module[0](torch.ones(3), torch.ones(2))
@@ -292,5 +292,5 @@ def test_a_cast_that_fails_leaves_metrics_where_they_are() -> None:
     module = nn.ModuleDict({"count": SumMetric(), "net": nn.Linear(2, 2)})
     module["net"].weight = nn.Parameter(torch.ones(2, 2).as_subclass(Uncastable))
     with pytest.raises(RuntimeError, match="no cast of this"):
-        MegatronPrecision("bf16-mixed").convert_module(module)
+        MegatronPrecision("bf16-true").convert_module(module)
     assert isinstance(module["count"], SumMetric)
