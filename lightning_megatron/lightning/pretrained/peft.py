@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +47,16 @@ _NEEDED: Mapping[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "use_qalora": (None, False),
     "alora_invocation_tokens": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the base weights, too
 }
 """Entries of ``adapter_config.json``, and the values that adapters here support."""
+
+_READ = {"r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora"}
+_PASSIVE = re.compile(
+    "auto_mapping|base_model_name_or_path|(corda|eva|loftq|lora_ga|runtime)_config|fan_in_fan_out|inference_mode"
+    "|layers_pattern|megatron_core|peft_version|qalora_group_size|revision|task_type"
+)
+"""Entries that change no number of an adapter that has been trained, or only beside another entry."""
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -67,6 +76,11 @@ def read_peft_settings(path: str | os.PathLike[str]) -> LoRA:
         Problem(name, given[name], f"{file}: adapters here do not support it", able[:1])
         for name, able in _NEEDED.items()
         if given.get(name, able[0]) not in able
+    ]
+    found += [
+        Problem(name, value, f"{file}: nothing here reads it, and it may change what the adapter computes", (None,))
+        for name, value in given.items()
+        if name not in _READ | _NEEDED.keys() and not _PASSIVE.fullmatch(name) and value not in (None, False, [], {})
     ]
     targets = given.get("target_modules")
     if isinstance(targets, str) and targets != "all-linear":

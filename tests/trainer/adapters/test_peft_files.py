@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ pytest.importorskip("transformers")
 from lightning_megatron import ConfigError, GPTModule, LoRA
 from lightning_megatron.cli.convert import convert_command
 from lightning_megatron.lightning.pretrained.convert_adapter import merge_adapter, peft_to_checkpoint
-from tests.families import TINY, VOCABULARY
+from lightning_megatron.lightning.pretrained.peft import read_peft_settings
+from tests.families import TINY, VOCABULARY, hf_model
 from tests.lora import DORA, LLAMA, MIXTRAL, Case, Kind, make, peft_model
 
 ATTENTION = Kind("deepseek_v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"), dora=True)
@@ -120,6 +122,37 @@ def test_a_file_with_other_tensors_is_refused_by_name(tmp_path):
     save_file(held, file)
     with pytest.raises(ConfigError, match=r"(?s)layers\.9.*: unknown.*layers\.0.*: missing"):
         peft_to_checkpoint(case.peft, tmp_path / "x.ckpt", base=case.hf)
+
+
+@pytest.mark.parametrize("begun", [True, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_computes_what_peft_computes_however_it_began_or_is_refused_by_name(tmp_path, begun):
+    """PiSSA and OLoRA change the base weights whenever PEFT loads them."""
+    peft, base = pytest.importorskip("peft"), hf_model(TINY["llama"])
+    base.save_pretrained(tmp_path / "hf")
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": begun}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options))
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data += torch.randn(param.shape, generator=torch.Generator().manual_seed(3)) * 0.05
+    model.save_pretrained(tmp_path / "peft")
+    if isinstance(begun, str) and begun.startswith(("pissa", "olora")):
+        with pytest.raises(
+            ConfigError, match=f"init_lora_weights='{begun}': .*adapter_config.json: adapters here do not"
+        ):
+            peft_to_checkpoint(tmp_path / "peft", tmp_path / "a.ckpt", base=tmp_path / "hf")
+        return
+    peft_to_checkpoint(tmp_path / "peft", tmp_path / "a.ckpt", base=tmp_path / "hf")
+    torch.testing.assert_close(logits(tmp_path / "a.ckpt"), model.eval()(tokens()).logits.detach())
+
+
+@pytest.mark.parametrize("entry", ["kasa_config", "arrow_config", "use_bdlora", "of_tomorrow"])
+def test_an_entry_that_is_not_read_is_refused_by_name(tmp_path, entry):
+    settings = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "peft_version": "0.21", entry: {"rank": 2}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf"{entry}={{'rank': 2}}: .*nothing here reads it, and it may change"):
+        read_peft_settings(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {entry: None}))
+    assert read_peft_settings(tmp_path).rank == 4
 
 
 @pytest.mark.parametrize("way", ["ckpt-to-peft", "peft-to-ckpt", "merge", "merge into fp16"])
