@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_megatron.data.cache import Arrays, cached_arrays, mapped_files, picklable, unpickled
-from lightning_megatron.data.chat.conversation import ChatError, read_conversations
+from lightning_megatron.data.chat.conversation import ChatError, Conversation, read_conversations
 from lightning_megatron.data.chat.template import ChatTemplate
 from lightning_megatron.data.tokenizers import HuggingFaceTokenizer
 from lightning_megatron.errors import DataError
@@ -35,6 +35,17 @@ class ChatEncoder:
     template: ChatTemplate
     tokenizer: HuggingFaceTokenizer
     description: Mapping[str, Any]
+
+    @property
+    def end_token_id(self) -> int | None:
+        """Token that ends an answer; ``None`` where the template lets the assistant write none."""
+        messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
+        try:
+            rendered = self.template.render(Conversation(messages))
+        except ChatError:
+            return None
+        begin, end = rendered.spans[-1]
+        return self.tokenizer.vocabulary().get(rendered.text[begin:end].rpartition("answer")[2].strip())
 
 
 class EncodedChats:

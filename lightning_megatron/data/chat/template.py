@@ -91,6 +91,11 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[object, ...]:
         return ChatTemplate, (self.source, self.variables)  # compiled code cannot be copied to other processes
 
+    def text_beside(self, special: Mapping[str, str]) -> str:
+        """The template as text that gives its variables their values, but for special tokens with these ``special``."""
+        given = {name: value for name, value in self.variables.items() if special.get(name) != value}
+        return "".join(f"{{% set {name} = {value!r} %}}\n" for name, value in given.items()) + self.source.text
+
     def render(self, chat: Conversation) -> Rendered:
         """Text of a conversation, with the parts that the assistant has written.
 

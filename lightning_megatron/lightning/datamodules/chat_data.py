@@ -28,6 +28,7 @@ from lightning_megatron.data.tokenizers import HuggingFaceTokenizer
 from lightning_megatron.errors import ConfigError, DataError, Problem, problems_of
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
 from lightning_megatron.lightning.modules.token_mean import LossReduction
+from lightning_megatron.lightning.pretrained.tuned_chat import CHAT
 
 PathLike = str | os.PathLike[str]
 ChatFiles = PathLike | Sequence[PathLike | float | Sequence[PathLike | float]]
@@ -279,6 +280,13 @@ class ChatDataModule(MegatronDataModule):
         except (OSError, DataError) as error:
             read, held = f"cannot be read: {type(error).__name__}", {}
         return {"batch_size": self.batch_size, "fingerprint": read, **held}
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of every data module, and what an export needs to chat as in training."""
+        state = super().state_dict()
+        assert isinstance(self.tokenizer, HuggingFaceTokenizer)
+        text = self.encoder.template.text_beside(self.tokenizer.special_tokens)
+        return state and {**state, CHAT: {"template": text, "end_token_id": self.encoder.end_token_id}}
 
     def rows(self, stage: Literal["train", "val", "test"] = "train") -> PackedChats | None:
         """Rows of a split, as data; ``None`` if there is no such split."""

@@ -36,6 +36,7 @@ from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, 
 from lightning_megatron.lightning.pretrained.megatron import megatron_config, megatron_tensors
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer, directory_spec
+from lightning_megatron.lightning.pretrained.tuned_chat import TunedChat
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
@@ -156,14 +157,15 @@ def checkpoint_to_hf(
     """Convert a checkpoint, saved under any layout, to a directory that transformers reads.
 
     Special tokens and generation settings are those of the Hugging Face directory that the run began with, or, if there
-    was none, those of ``tokenizer``.
+    was none, those of ``tokenizer``. A model that was tuned on chats keeps the template that it was tuned on, and the
+    token that ended its answers ends generation.
 
     Args:
         source: the checkpoint of a :class:`GPTModule`.
         target: the directory to make.
         dtype: dtype of its tensors; ``None`` for that of the checkpoint.
         max_shard_size: bytes of one file at most.
-        tokenizer: directory whose tokenizer and chat template are copied; ``None`` for none.
+        tokenizer: directory whose tokenizer is copied, with its chat templates; ``None`` for none.
         allow_other_tokenizer: True to copy one that seems to differ from that which the model was trained with.
 
     Returns:
@@ -181,9 +183,11 @@ def checkpoint_to_hf(
         _refuse_other_tokenizer(tokenizer, opened)
     settings: Settings = opened.meta.get(SETTINGS) or ({} if tokenizer is None else read_settings(tokenizer))
     family, written = family_for(config, settings.get("config", {}).get("model_type"))
-    contents = with_settings(written, settings)
-    copied: dict[str, Any] = {} if tokenizer is None else {file.name: file for file in tokenizer_files(tokenizer)}
-    generation = {GENERATION: settings["generation_config"]} if "generation_config" in settings else {}
+    chat = TunedChat.of_checkpoint(opened.meta)
+    contents = chat.with_end(with_settings(written, settings))
+    copied = {} if tokenizer is None else chat.files(tokenizer_files(tokenizer))
+    generated = settings.get("generation_config")
+    generation = {} if generated is None else {GENERATION: chat.with_end(generated)}
     native = inside_model(tensors)
     rules = weight_map(family, config, weight_shapes(config))
     known = rules.native_names  # counters of a module (bins of capacities) have no counterpart in another program

@@ -28,6 +28,7 @@ from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, bas
 from lightning_megatron.lightning.pretrained.convert import inside_model, refuse_existing, save_imported
 from lightning_megatron.lightning.pretrained.hugging_face import checked_hf_config, open_hf
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
+from lightning_megatron.lightning.pretrained.tuned_chat import TunedChat
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of
 from lightning_megatron.mesh import ParallelMesh
 
@@ -169,7 +170,8 @@ def merge_adapter(
         tensors[name] = LazyTensor(
             frozen[name].shape, frozen[name].dtype, partial(_merged, layer, frozen[name], opened)
         )
-    save_imported(target, tensors, {"config": asdict(opened.config)}, source, settings, dtype)
+    chat = TunedChat.of_checkpoint(opened.meta).entry
+    save_imported(target, tensors, {"config": asdict(opened.config)}, source, settings, dtype, chat)
 
 
 def _base_tensors(opened: _Opened, source: PathLike, given: PathLike | None) -> tuple[dict[str, LazyTensor], Any]:

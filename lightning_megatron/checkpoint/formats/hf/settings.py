@@ -20,16 +20,23 @@ SETTINGS = "hugging_face"
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
+    "*.model",  # tokenizer.model, spiece.model, sentencepiece.bpe.model, ...
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
+    "normalizer.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
+    "tokenization_*.py",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
+"""Files of the tokenizers of transformers, by names and patterns of names."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Entries that a family writes in another spelling, or that describe the files that were read.
@@ -87,13 +94,14 @@ def _are_in(ids: Any, vocab_size: int) -> bool:
     return all(one is None or (isinstance(one, int) and 0 <= one < vocab_size) for one in some)
 
 
-def tokenizer_files(path: str | os.PathLike[str]) -> list[Path]:
-    """The files of a directory's tokenizer and chat templates.
+def tokenizer_files(path: str | os.PathLike[str]) -> dict[str, Path]:
+    """The files of a directory's tokenizer and chat templates, by their names inside of it.
 
     Raises:
         CheckpointError: if there are none.
     """
-    known = [Path(path) / name for name in TOKENIZER_FILES]
-    if found := [file for file in known if file.is_file()]:
-        return found
+    folder = Path(path)
+    files = [file for name in TOKENIZER_FILES for file in sorted(folder.glob(name)) if file.is_file()]
+    if files:
+        return {file.relative_to(folder).as_posix(): file for file in files}
     raise CheckpointError(f"{path} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")

@@ -37,7 +37,7 @@ def write_hf(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
-    beside: Mapping[str, Path | Mapping[str, Any]] | None = None,
+    beside: Mapping[str, Path | str | Mapping[str, Any]] | None = None,
 ) -> None:
     """Write ``config.json`` and the weights. The directory gets its name once it is complete and on the disk.
 
@@ -47,7 +47,7 @@ def write_hf(
         splits: the tensors, as :meth:`WeightMap.to_foreign` gives them.
         dtype: dtype of the files; ``None`` for the tensors' own.
         max_shard_size: maximum bytes of the tensors in a file; a larger tensor gets a file of its own.
-        beside: additional files by name: the contents of a JSON file, or the path of a file to copy.
+        beside: additional files by name: the contents of a JSON file, a text, or the path of a file to copy.
 
     Raises:
         CheckpointError: if ``path`` exists already, or naming tensors whose values ``dtype`` cannot hold.
@@ -111,11 +111,13 @@ def _write_shard(file: Path, shard: Shard, values: Iterator[tuple[str, Tensor]])
         sync_file(file)
 
 
-def _write_file(file: Path, content: Path | Mapping[str, Any]) -> None:
-    """Copy a file, or write JSON."""
+def _write_file(file: Path, content: Path | str | Mapping[str, Any]) -> None:
+    """Copy a file, or write a text or JSON."""
+    file.parent.mkdir(exist_ok=True)
     with writing(file):
         if isinstance(content, Path):
             shutil.copyfile(content, file)
         else:
-            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+            file.write_text(text, encoding="utf-8")
         sync_file(file)
