@@ -149,11 +149,13 @@ class Encoder:
         cuts = WordCuts.of(tokenizer.description()) if isinstance(tokenizer, FastTokenizer) else None
         try:
             self._bytes = TokenBytes(tokenizer, self.dtype, spec.source, cuts)
+            self._nothing = self._bytes.of("")  # tokens around every text
         except OverflowError as error:
             raise DataError(str(error)) from None
         if options.append_eod and tokenizer.eod is None:
             raise ConfigError([Problem("append_eod", True, f"the {spec.type} has no end-of-document token")])
-        self._eod = np.array([tokenizer.eod], self.dtype).tobytes() if options.append_eod else b""
+        eod = np.array([tokenizer.eod], self.dtype).tobytes() if options.append_eod else b""
+        self._eod = b"" if self._nothing.endswith(eod) else eod  # it ends its texts itself
         self._split: Callable[[str], list[str]] = (
             partial(sentences.split_sentences, keep_newlines=options.keep_newlines)
             if options.split_sentences
@@ -196,7 +198,7 @@ class Encoder:
 
     def _sequences(self, text: str) -> list[bytes]:
         try:
-            found = [tokens for part in self._split(text) if (tokens := self._bytes.of(part))]
+            found = [tokens for part in self._split(text) if (tokens := self._bytes.of(part)) != self._nothing]
         except DataError as error:
             raise BrokenLineError(str(error), "repair or remove the line") from None
         if found and self._eod:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from lightning_megatron.cli.data.preprocess import preprocess_command
 from lightning_megatron.cli.data.tokenizer import train_tokenizer_command
@@ -53,6 +54,26 @@ def test_documents_and_their_ends(write_lines: WriteLines, tmp_path: Path) -> No
     assert contents(prefix)[:6] == [[i, i + 1, 100] for i in (0, 1, 2, 3, 4, 6)]
     assert len(dataset.document_indices) == 91, "the empty text is an empty document"
     assert dataset.document_indices[:8].tolist() == [0, 1, 2, 3, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("adds", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
+@pytest.mark.parametrize("append_eod", [False, True])
+def test_a_text_has_one_end_token_and_an_empty_one_has_none_whatever_the_tokenizer_adds(
+    write_lines: WriteLines, tmp_path: Path, adds: str, append_eod: bool
+) -> None:
+    """Held against arithmetic."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = [("<s>", 1), ("</s>", 2)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=adds, special_tokens=special)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    source = write_lines([{"text": text} for text in ("a b", "", "b", " ")])
+    spec = TokenizerSpec("HuggingFaceTokenizer", str(tmp_path))
+    (prefix,) = preprocess([source], tmp_path / "out", spec, append_eod=append_eod, log=quiet)
+    begin, end = [1] * ("<s>" in adds), [2] * (append_eod or "</s>" in adds)
+    assert contents(prefix) == [[*begin, 3, 4, *end], [*begin, 4, *end]]
+    assert IndexedDataset(prefix).document_indices.tolist() == [0, 1, 1, 2, 2]
 
 
 def test_several_keys_make_several_pairs(write_lines: WriteLines, tmp_path: Path) -> None:
