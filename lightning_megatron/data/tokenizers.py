@@ -142,8 +142,8 @@ class FastTokenizer(_Base):
     def encode_spans(self, text: str, spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[bool]]:
         """Token ids of a text that writes its special tokens out, and a mask of those in some of its parts.
 
-        A token belongs to a part if it holds a character of it. Where the tokenizer drops the first or last character
-        of a part (white space), the part ends with the next one inside it.
+        A token belongs to a part if it holds a character of it, or some bytes of one. Where the tokenizer drops the
+        first or last character of a part (white space), the part ends with the next one inside it.
 
         Args:
             text: the text; no special tokens are added to it.
@@ -151,11 +151,13 @@ class FastTokenizer(_Base):
         """
         with _told_by(self._file):
             encoding = self._backend.encode(text, add_special_tokens=False)
-        inside = [False] * len(encoding.ids)
+        inside, offsets = [False] * len(encoding.ids), encoding.offsets
         for begin, end in spans:
             first = next(_tokens_at(encoding, range(begin, end)), None)
             last = next(_tokens_at(encoding, range(end - 1, begin - 1, -1)), None)
             if first is not None and last is not None:
+                while last + 1 < len(offsets) and offsets[last + 1][0] < min(end, offsets[last + 1][1]):
+                    last += 1  # further tokens of the last character
                 inside[first : last + 1] = [True] * (last + 1 - first)
         return encoding.ids, inside
 

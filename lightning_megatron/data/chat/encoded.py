@@ -112,7 +112,7 @@ def encoded_chats(path: Path, encoder: ChatEncoder, cache_dir: Path | None, dige
     Raises:
         DataError: naming file and line of the first conversation that cannot be used.
     """
-    description = {"class": "EncodedChats", "file": digest, **encoder.description}
+    description = {"class": "EncodedChats", "answers": "by overlap", "file": digest, **encoder.description}
     beside = path.parent / "cache" / "chats"
     arrays = cached_arrays(cache_dir, beside, "chats", _NAMES, description, lambda: _encode(path, encoder))
     return EncodedChats(path, arrays)

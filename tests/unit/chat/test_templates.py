@@ -127,7 +127,7 @@ def test_a_template_may_stand_in_the_tokenizers_configuration_also_with_others(t
 
 
 def test_a_token_that_reaches_beyond_the_answer_counts_and_dropped_space_does_not_carry_the_mask_away(tmp_path: Path):
-    """Where the last character of an answer has no token, transformers marks all that follows it, of the user too."""
+    """Older versions of transformers mark all that follows such an answer, of the user too."""
     folder = make_tokenizer(tmp_path / "tokenizer", "words")
     text = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %} {{ m.content }}\n{% endgeneration %}"
     text += "{% else %}{{ m.content }} {% endif %}{% endfor %}"
@@ -136,6 +136,20 @@ def test_a_token_that_reaches_beyond_the_answer_counts_and_dropped_space_does_no
     assert rows is not None
     ((_, mask),) = rows.documents(0)
     assert mask.astype(int).tolist() == [0, 0, 1, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("answer", ["Done", "Done \U0001f44d", "\u597d", "caf\u00e9", "\u00e9 \u597d"])
+@pytest.mark.parametrize("end", ["", "<|end|>"])
+def test_an_answer_is_learnt_to_the_last_byte_of_its_last_character(tmp_path: Path, answer: str, end: str):
+    folder = make_tokenizer(tmp_path / "tokenizer", "bytes")
+    text = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}" + end
+    text += "{% endgeneration %}<|user|>{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    file = write_lines(tmp_path / "chats.jsonl", [chat("Hi", answer, "\U0001f44d", "Ho")])
+    data = ChatDataModule(file, folder, 64, chat_template=text)
+    rows = data.rows()
+    assert rows is not None
+    ((ids, mask),) = rows.documents(0)
+    assert data.encoder.tokenizer.decode_whole(ids[mask]) == f"{answer}{end}Ho{end}"
 
 
 def test_a_template_gets_the_same_date_tomorrow():
