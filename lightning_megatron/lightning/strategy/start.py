@@ -187,7 +187,9 @@ class RankStart:
             assert accelerator is not None
             store_placement(module, Placement(self._ranks.mesh, boundary), self.before)
             accelerator.setup(module.trainer)
-            self._ranks.strategy.precision_plugin.device = self._ranks.strategy.root_device
+            precision = self._ranks.strategy.precision_plugin
+            assert isinstance(precision, MegatronPrecision)
+            precision.device = self._ranks.strategy.root_device
             self._params.release()
             self._checkpoints.open(module.trainer)
         return is_first
