@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_megatron
+from lightning_megatron.checkpoint import CheckpointError, open_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.transformer import TransformerConfig
@@ -27,6 +28,7 @@ from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.families import module_of
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.modules.decoder import GPTModule
+from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 from lightning_megatron.lightning.run_state.hyper_parameters import config_of, module_arguments
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
@@ -196,9 +198,13 @@ def decoder_arguments(checkpoint: PathLike) -> dict[str, Any]:
 
     Raises:
         ConfigError: if its model is no decoder.
-        CheckpointError: if there is none, it is damaged, or does not hold them.
+        CheckpointError: if there is none, it is damaged, does not hold them, or holds adapters alone.
     """
-    given = {"config": hf_config(checkpoint)} if is_hf_directory(checkpoint) else module_arguments(checkpoint)
+    of_hf = is_hf_directory(checkpoint)
+    given = {"config": hf_config(checkpoint)} if of_hf else module_arguments(checkpoint)
+    if not of_hf and ADAPTER_OF in open_checkpoint(checkpoint, check="sizes").meta:
+        do = "merge them first with `lightning-megatron convert merge`"
+        raise CheckpointError(f"{checkpoint} holds adapters alone: {do}")
     config = config_of(given)
     kind = GPTModule if config is None else getattr(lightning_megatron, module_of(config))
     if not issubclass(kind, GPTModule):

@@ -44,8 +44,8 @@ def train_tokenizer(
     """Train a model and write it in one step; the same input gives the same file.
 
     Args:
-        inputs: files or patterns. Names with ``.json`` or ``.jsonl`` in them are JSON lines, others plain text; all
-            may be compressed.
+        inputs: files or patterns. Names with ``.json``, ``.jsonl`` or ``.ndjson`` in them, and files that begin with a
+            line of JSON with one of the keys, are JSON lines, others plain text; all may be compressed.
         output: the ``.model`` file to write.
         vocab_size: tokens of the model.
         model_type: ``bpe`` as Llama 2, or ``unigram`` as T5.
@@ -123,8 +123,10 @@ def train_tokenizer(
 
 def _text_lines(files: Sequence[Path], keys: Sequence[str], longest: int) -> Iterator[str]:
     for path in files:
-        is_json = any(suffix in (".json", ".jsonl") for suffix in path.suffixes)
+        is_json: bool | None = any(suffix in (".json", ".jsonl", ".ndjson") for suffix in path.suffixes) or None
         for number, line in read_lines(path, longest):
+            if is_json is None:
+                is_json = _is_record(line, keys)
             if is_json:
                 texts = list(_values(path, number, line, keys))
             else:
@@ -134,6 +136,15 @@ def _text_lines(files: Sequence[Path], keys: Sequence[str], longest: int) -> Ite
                     # The trainer leaves out lines that are too long; in pieces they count.
                     cuts = range(0, len(piece), _LONGEST_LINE)
                     yield from (piece[i : i + _LONGEST_LINE] for i in cuts if piece.strip())
+
+
+def _is_record(line: bytes, keys: Sequence[str]) -> bool:
+    """True for a line of JSON that has text under the keys."""
+    try:
+        text_of(line, keys)
+    except BrokenLineError:
+        return False
+    return True
 
 
 def _values(path: Path, number: int, line: bytes, keys: Sequence[str]) -> Iterable[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_megatron.adapters.attach import adapter_of
 from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, weight_files
 from lightning_megatron.checkpoint.integrity.block_sums import FileRange, check_sums
 from lightning_megatron.checkpoint.integrity.manifest import hash_of
 from lightning_megatron.checkpoint.select.hashes import ranges_by_rank
@@ -23,7 +24,7 @@ from lightning_megatron.models.stages import StagedModel
 ADAPTER_OF = "adapter_of"
 """Key of a checkpoint that holds adapters alone: path and hash of the weights that they were trained on."""
 
-_WEIGHTS = (".safetensors", ".bin", ".distcp", ".metadata", ".ckpt")
+_WEIGHTS = (".distcp", ".metadata", ".ckpt")
 _SHOWN = 12
 
 
@@ -50,7 +51,10 @@ def base_of(path: PathLike, mesh: ParallelMesh) -> dict[str, str]:
     whole = Path(path)
 
     def read() -> dict[tuple[str, int], bytes]:
-        files = [whole] if whole.is_file() else [file for file in whole.iterdir() if file.name.endswith(_WEIGHTS)]
+        if is_hf_directory(whole):
+            files = weight_files(whole)
+        else:
+            files = [whole] if whole.is_file() else [file for file in whole.iterdir() if file.name.endswith(_WEIGHTS)]
         lengths = {file.name: file.stat().st_size for file in files}
         own = ranges_by_rank(lengths, mesh.world.size)[mesh.rank]
         folder = whole.parent if whole.is_file() else whole

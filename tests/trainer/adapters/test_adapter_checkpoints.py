@@ -24,8 +24,10 @@ from lightning_megatron import (
     read_checkpoint,
 )
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF
+from lightning_megatron.evaluation.ranks import check_decoder
+from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, base_of
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
+from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 from tests.families import TINY, VOCABULARY, hf_model
 from tests.tiny import tiny_llama
@@ -155,6 +157,23 @@ def test_a_module_without_adapters_or_without_a_base_is_told(hf, tmp_path):
         fit(module, 2, go_on=tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"convert merge.* puts one into its weights"):
         checkpoint_to_hf(tmp_path / "a.ckpt", tmp_path / "out")
+
+
+def test_an_evaluation_of_adapters_alone_is_refused_before_a_process_starts(hf, tmp_path):
+    fit(first_adapter(hf), 1, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a\.ckpt holds adapters alone: merge them first with .*convert merge"):
+        check_decoder(tmp_path / "a.ckpt")
+    assert check_decoder(hf) is not None
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "pytorch_model.bin", "consolidated.safetensors"])
+def test_files_beside_the_weights_that_nothing_reads_do_not_make_them_others(hf, tmp_path, name):
+    before = base_of(hf, ParallelMesh.single())
+    (hf / name).write_bytes(b"other")
+    assert base_of(hf, ParallelMesh.single()) == before
+    weights = hf / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert base_of(hf, ParallelMesh.single()) != before
 
 
 def test_without_files_of_the_frozen_weights_a_checkpoint_holds_them(tmp_path):

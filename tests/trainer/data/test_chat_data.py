@@ -132,3 +132,10 @@ def test_the_mean_over_tokens_is_the_default_with_chats(corpus):
     by_default, token, sample = (losses_of(corpus, **options) for options in asked)
     assert by_default == token
     assert by_default != sample
+
+
+def test_nothing_is_said_about_a_split_which_chats_do_not_have(corpus, recwarn):
+    files, tokenizer = corpus
+    data = ChatDataModule(files, tokenizer, LENGTH, chat_template="chatml")
+    data.setup("fit")
+    assert not [str(warning.message) for warning in recwarn if "split" in str(warning.message)]

@@ -271,3 +271,15 @@ def test_training_learns_every_character_but_the_newline(character: str, tmp_pat
     ]
     assert found[0] == found[1]
     assert any(character in piece for piece in found[0])
+
+
+@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.ndjson", "corpus.txt"])
+def test_training_learns_the_text_of_json_lines_whatever_their_name(name: str, tmp_path: Path) -> None:
+    """The same model as from the texts alone."""
+    texts = [" ".join(("alpha", "beta", "gamma", "delta")[(n * k) % 4] for k in range(1, 9)) for n in range(50)]
+    (tmp_path / name).write_text("".join(json.dumps({"identifier": n, "text": t}) + "\n" for n, t in enumerate(texts)))
+    (tmp_path / "plain.txt").write_text("".join(f"{text}\n" for text in texts))
+    made = [
+        train_tokenizer([tmp_path / file], tmp_path / f"{file}.model", vocab_size=290) for file in (name, "plain.txt")
+    ]
+    assert made[0].read_bytes() == made[1].read_bytes()

@@ -67,7 +67,18 @@ def _todays(name: str) -> str:
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _indexed(header: Callable[[Path], dict[str, LazyTensor]], index: Path) -> dict[str, LazyTensor]:
+def weight_files(path: str | os.PathLike[str]) -> list[Path]:
+    """Files of which :func:`read_tensors` reads the tensors; none if there are no weights."""
+    for name in (SAFETENSORS, PICKLED):
+        if (whole := Path(path) / name).is_file():
+            return [whole]
+        if (index := Path(path) / index_name(name)).is_file():
+            return [index.with_name(name) for name in _names_in(index)]
+    return []
+
+
+def _names_in(index: Path) -> list[str]:
+    """Names of the files that an index names."""
     places = read_json_object(index).get("weight_map")
     if not isinstance(places, dict):
         raise CheckpointError(f"{index}: it has no weight_map")
@@ -78,9 +89,14 @@ def _indexed(header: Callable[[Path], dict[str, LazyTensor]], index: Path) -> di
     ]
     if faults:
         raise _misfits(faults)
+    return sorted(set(places.values()))
+
+
+def _indexed(header: Callable[[Path], dict[str, LazyTensor]], index: Path) -> dict[str, LazyTensor]:
     found: dict[str, LazyTensor] = {}
     files: dict[str, str] = {}
-    for name in sorted(set(places.values())):
+    faults: list[str] = []
+    for name in _names_in(index):
         file = index.with_name(name)
         try:
             tensors = header(file)
