@@ -209,7 +209,10 @@ class ChatDataModule(MegatronDataModule):
             if isinstance(rows, PackedChats):
                 rank_zero_info(f"{name} data: {rows.report}")
 
-    _paths: Mapping[str, Any] = {}  # files are whole, and have no split
+    @property
+    def _paths(self) -> dict[str, Any]:
+        return {}  # files are whole, and have no split
+
     _samples_wanted = None  # an epoch reads all rows of the files
 
     def _build(self) -> tuple[Any, ...]:
