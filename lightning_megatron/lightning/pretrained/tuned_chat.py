@@ -14,7 +14,7 @@ _EOS = "eos_token_id"
 
 @dataclass(frozen=True)
 class TunedChat:
-    """How a model was taught to chat.
+    """Template and end token with which a model was tuned.
 
     Attributes:
         template: text of the chat template; ``None`` if the model was not tuned on chats.
