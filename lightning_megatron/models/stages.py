@@ -42,7 +42,9 @@ def in_own_dtype(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatena
     @wraps(method)
     def run(self: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
         param = next(self.parameters(), None)
-        if param is None or param.dtype == torch.float32 or not torch.is_autocast_enabled(param.device.type):
+        if param is None or param.dtype == torch.float32 or param.is_meta:  # autocast does not know the device "meta"
+            return method(self, *args, **kwargs)
+        if not torch.is_autocast_enabled(param.device.type):
             return method(self, *args, **kwargs)
         with torch.autocast(param.device.type, enabled=False):
             return method(self, *args, **kwargs)

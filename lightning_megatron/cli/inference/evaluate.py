@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from lightning_megatron.cli.common import command_parser, print_text, size_in_bytes
 from lightning_megatron.cli.data.tokenizer_options import add_tokenizer_options
 from lightning_megatron.data.preprocessing.textfiles import LONGEST_LINE
-from lightning_megatron.errors import how_to_install
 from lightning_megatron.evaluation.corpora import FORMATS
 
 _DESCRIPTION = """\
@@ -64,7 +63,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group(f"tasks of lm-eval ({how_to_install('eval')})").add_argument
+    add = parser.add_argument_group("tasks of lm-eval (in a clone: pip install '.[eval]')").add_argument
     add("--lm-eval", metavar="TASK,...", help="names of tasks")
     add("--lm-eval-path", metavar="DIR", help="directory with tasks of your own")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")

@@ -9,18 +9,19 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OF_OTHERS = {"lightning", "pytorch_lightning", "torch", "lightning_megatron"}
 _KEEPS = {"logger", "loggers", "append", "extend", "print"}
 """Names by which a step logs or collects, and whose effect stays on its rank."""
 
 
 def warn_of_last_stage(module: LightningModule, stages: int) -> None:
     """Warn of a user's steps, and methods that they call, which log or collect without ``self.log``, in a pipeline."""
-    found = [
-        f"{name} ({', '.join(names)})"
-        for name in _STEPS
-        if (names := sorted({called for function in _own_code(module, name) for called in _names(function)} & _KEEPS))
-    ]
-    if stages > 1 and found:
+    if stages == 1:
+        return
+    called = {name: {n for function in _own_code(module, name, set()) for n in _names(function)} for name in _STEPS}
+    kept = {name: sorted(names & _KEEPS) for name, names in called.items()}
+    found = [f"{name} ({', '.join(names)})" for name, names in kept.items() if names]
+    if found:
         rank_zero_warn(
             f"pp={stages}: {type(module).__name__}.{', '.join(found)}: behind the model's call a step runs on the ranks"
             " of the last pipeline stage alone. What it gives to self.logger is not written; lists that it appends to"
@@ -29,16 +30,22 @@ def warn_of_last_stage(module: LightningModule, stages: int) -> None:
         )
 
 
-def _own_code(module: LightningModule, name: str, seen: frozenset[str] = frozenset()) -> Iterator[FunctionType]:
-    """A method and those that it calls, as far as they are not Lightning's or this package's."""
+def _own_code(module: LightningModule, name: str, seen: set[str]) -> Iterator[FunctionType]:
+    """A method and those that it calls, as far as they are not Lightning's or this package's; none twice."""
     function = getattr(type(module), name, None)
     if not isinstance(function, FunctionType) or name in seen:
         return
-    if function.__module__.partition(".")[0] in ("lightning", "pytorch_lightning", "torch", "lightning_megatron"):
+    seen.add(name)
+    if (function.__module__ or "").partition(".")[0] in (
+        "lightning",
+        "pytorch_lightning",
+        "torch",
+        "lightning_megatron",
+    ):
         return
     yield function
     for called in _names(function):
-        yield from _own_code(module, called, seen | {name})
+        yield from _own_code(module, called, seen)
 
 
 def _names(function: FunctionType) -> tuple[str, ...]:
