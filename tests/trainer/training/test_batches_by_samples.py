@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.device import CPU
 from lightning_megatron.lightning.step.micro_batches import join_outputs, split_batch
 from lightning_megatron.lightning.validation.last_stage import warn_of_last_stage
-from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
+
+pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="Lightning's own strategies stay on the CPU")
 
 Pair = namedtuple("Pair", ["x", "names"])
 

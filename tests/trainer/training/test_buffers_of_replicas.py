@@ -15,7 +15,10 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import LlamaModule, MegatronStrategy, VerifyCheckpoint
-from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.device import CPU
+from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
+
+pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="Lightning's own strategies stay on the CPU")
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(3))
 X[::2] += 3.0  # replicas see different samples, as of other speakers
