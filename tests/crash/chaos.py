@@ -79,7 +79,8 @@ def run_job(
     latest = begun + PATIENCE
     while any(process.is_alive() for process in waits) and time.time() < latest:
         if job.mark.exists():
-            latest = min(latest, _time_of(job.mark) + (PATIENCE if job.fault.deed in ("slow", "nap", "spike") else 45))
+            goes_on = job.fault.deed in ("slow", "nap", "spike")
+            latest = min(latest, _time_of(job.mark) + (PATIENCE if goes_on else job.timeout + 35))
         time.sleep(0.02)
     ended = time.time()
     since = _time_of(job.mark) if job.mark.exists() else begun
@@ -139,7 +140,7 @@ def judge(trial: Trial, whole: Losses) -> Outcome:
         outcome.wrong["ended as told"] = f"status {codes}"
     if trial.then != GOES_ON and len(job.losses()) > trial.at_step:
         outcome.wrong["ended as told"] = f"{len(job.losses())} steps were taken"
-    if trial.then != GOES_ON and seconds > TIMEOUT + GRACE:
+    if trial.then != GOES_ON and seconds > job.timeout + GRACE:
         outcome.wrong["in time"] = f"{seconds:.1f} s"
     missing = [name for name in trial.names if not re.search(name, text)]
     if missing:
@@ -215,13 +216,15 @@ def run(
     kinds: Sequence[str] = (),
     layouts: Sequence[str] = tuple(LAYOUTS),
     tell: Callable[[str], None] = print,
+    timeout: float = TIMEOUT,
 ) -> dict[str, list[Outcome]]:
     """All trials; their outcomes by kind."""
-    trials = {number: plan(number, seed, scratch, kinds, layouts) for number in numbers}
+    planned = {number: plan(number, seed, scratch, kinds, layouts) for number in numbers}
+    trials = {number: replace(trial, job=replace(trial.job, timeout=timeout)) for number, trial in planned.items()}
     outcomes: dict[str, list[Outcome]] = {}
 
     def undisturbed(layout: str) -> Losses:
-        job = FaultyJob(scratch / f"whole {layout}", layout)
+        job = FaultyJob(scratch / f"whole {layout}", layout, timeout=timeout)
         codes, *_ = run_job(job)
         assert codes == [0] * job.ranks, (layout, codes, said(job)[-3000:])
         assert [step for step, _ in job.losses()] == list(range(STEPS)), (layout, job.losses())

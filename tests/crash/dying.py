@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from jobs import SIZES
+from jobs import PATIENCE, SIZES
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset
@@ -64,8 +64,6 @@ KINDS = {
 """Kinds of strikes, with their words in the table; ``slow`` is no fault."""
 OVER = 5.0
 """Seconds over the timeout."""
-START = 60.0
-"""Seconds until a job must have come to its fault; generous, for busy machines."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Case:
         kind: a key of ``KINDS``, or ``slow``.
         layout: a key of ``LAYOUTS``.
         victim: the rank that is struck.
-        timeout: seconds, of collectives.
+        timeout: seconds, of collectives; where they are more than ``PATIENCE``, the job must end by an event.
     """
 
     phase: str
@@ -257,7 +255,7 @@ def checkpoint_of(layout: str, folder: Path) -> str:
     if not saved.exists():
         case = Case("none", "slow", layout, 0, 60.0)
         for process in start(case, saved.parent):
-            process.join(START)
+            process.join(PATIENCE)
             assert process.exitcode == 0, (saved.parent / "output-0").read_text()[-3000:]
     return str(next(saved.glob("*.ckpt")))
 
@@ -284,13 +282,13 @@ def _outcome(case: Case, folder: Path, processes: list[BaseProcess]) -> float:
     survivor, victim = processes[1 - case.victim], processes[case.victim]
     mark, begun = folder / "struck", time.time()
     while not (mark.exists() and mark.read_text()):
-        assert time.time() - begun < START, "nothing happened"
+        assert time.time() - begun < PATIENCE, "nothing happened"
         assert all(process.is_alive() for process in processes), said(folder)
         time.sleep(0.05)
     struck = float(mark.read_text())
     if case.kind == "slow":
         for process in processes:
-            process.join(START)
+            process.join(PATIENCE)
             assert process.exitcode == 0, said(folder)
         assert "to blame" not in said(folder), said(folder)
         assert not (folder / ".actions").exists()
@@ -298,7 +296,7 @@ def _outcome(case: Case, folder: Path, processes: list[BaseProcess]) -> float:
     hangs_in_a_run = case.kind == "hang" and case.phase != "rendezvous"
     ending = [survivor, *([victim] if case.kind == "raise" or hangs_in_a_run else [])]
     for process in ending:
-        process.join(max(0.0, struck + case.timeout + OVER - time.time()))
+        process.join(max(0.0, struck + min(case.timeout + OVER, PATIENCE) - time.time()))
         assert not process.is_alive(), f"rank {processes.index(process)} is still there:\n{said(folder)}"
         assert process.exitcode not in (0, None), said(folder)
     took = time.time() - struck

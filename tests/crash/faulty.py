@@ -24,7 +24,7 @@ from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 
 STEPS, EVERY, BATCH, WORDS = 12, 4, 4, 64
 VALIDATION = 5
-TIMEOUT = 10.0  # seconds, of the strategy
+TIMEOUT = 10.0  # seconds, of a job's collectives where nothing else is said
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tp": 2}),
     "dp2": (2, {}),
@@ -73,6 +73,7 @@ class FaultyJob(Job):
         differing: options of the module on the culprit alone.
         workers: workers of the DataLoader.
         steps: steps of training.
+        timeout: seconds, of collectives.
     """
 
     fault: Fault = field(default_factory=Fault)
@@ -83,6 +84,7 @@ class FaultyJob(Job):
     differing: tuple[tuple[str, Any], ...] = ()
     workers: int = 0
     steps: int = STEPS
+    timeout: float = TIMEOUT
 
     @property
     def ranks(self) -> int:
@@ -248,7 +250,7 @@ def work(job: FaultyJob, rank: int, store: str) -> None:
     output = os.open(job.output(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    faulthandler.dump_traceback_later(TIMEOUT + 15)  # of a rank that does not end
+    faulthandler.dump_traceback_later(job.timeout + 15)  # of a rank that does not end
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job.port), "LOCAL_RANK": str(rank)}
     if job.by_torchrun:
@@ -267,7 +269,7 @@ def train(job: FaultyJob, rank: int) -> None:
         strategy=MegatronStrategy(
             **LAYOUTS[job.layout][1] | dict(job.strategy),
             async_save=job.in_background,
-            timeout=timedelta(seconds=TIMEOUT),
+            timeout=timedelta(seconds=job.timeout),
         ),
         accelerator="cpu",
         devices=job.ranks,

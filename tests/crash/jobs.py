@@ -22,7 +22,8 @@ from lightning_megatron.testing.workers import PRELOAD
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 2, "vocab_size": 32}
 SIZES |= {"ffn_hidden_size": 24, "head_dim": 8, "vocab_multiple": 2}
-PATIENCE = 120.0  # seconds
+PATIENCE = 240.0
+"""Seconds for any event, as in ``tests/patience.py``, which a script in this folder does not find."""
 
 Losses = list[tuple[int, str]]
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from dying import Case, cases, trial
+from patience import PATIENCE
 
 EACH_KIND = [
-    Case("forward", "die", "pp2", 1),
-    Case("optimizer", "raise", "tp2", 0),
+    Case("forward", "die", "pp2", 1, timeout=2 * PATIENCE),
+    Case("optimizer", "raise", "tp2", 0, timeout=2 * PATIENCE),
     Case("background", "die", "dp2", 1),
     Case("save", "stop", "tp2", 1),
     Case("validation", "hang", "dp2", 0),
@@ -18,7 +19,7 @@ EACH_KIND = [
 ]
 
 
-# The first two end by an event, the others by a time.
+# The first two end by an event, long before their collectives time out; the others end by a time.
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.gate if case in EACH_KIND[:2] else pytest.mark.slow) for case in EACH_KIND],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,15 @@ class Lines(logging.Handler):
         self.kept.append(record.getMessage())
 
 
-def on_two_cards() -> tuple[list[FirstSteps], str]:
+def on_two_cards() -> tuple[list[FirstSteps], str, float]:
+    """First steps of all ranks, what was logged, and the seconds of the whole run."""
     telemetry, lines, logger = GaudiTelemetry(), Lines(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(lines)
     logger.setLevel("INFO")
+    begun = time.perf_counter()
     fit(telemetry, tp=2)
     logger.removeHandler(lines)
-    return telemetry.ranks, "\n".join(lines.kept)
+    return telemetry.ranks, "\n".join(lines.kept), time.perf_counter() - begun
 
 
 def test_all_ranks_tell_their_card_and_the_seconds_of_each_groups_first_collective(
@@ -121,12 +124,13 @@ def test_all_ranks_tell_their_card_and_the_seconds_of_each_groups_first_collecti
     found = ranks(2, on_two_cards)
     assert "cards of the ranks: rank 0: 0, 0; rank 1: 1, 1 (ID, HLS_MODULE_ID); " in found[0][1]
     assert "world (2 ranks): the first collective took " in found[0][1]
-    for numbers, _ in found:
+    whole = max(seconds for *_, seconds in found)
+    for numbers, *_ in found:
         assert [rank.card for rank in numbers] == ["0", "1"]
         assert all(rank.counts for rank in numbers)
         for rank in numbers:
             assert rank.first_collectives, "no group has connected before training"
-            assert all(0 < seconds < 60 for seconds in rank.first_collectives.values())
+            assert all(0 < seconds < whole for seconds in rank.first_collectives.values())
         line = summary(numbers, 10)
         assert "first collectives world " in line
         assert "; cards 0,1; " in line

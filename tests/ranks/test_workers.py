@@ -154,7 +154,7 @@ def fail_to_join() -> bool:
 
 
 def test_a_group_that_could_not_be_joined_does_not_keep_the_next_ones_from_meeting():
-    with WorkerPool(2, timeout=60) as pool:
+    with WorkerPool(2, timeout=PATIENCE) as pool:
         assert pool.run(2, fail_to_join) == [False, True]
         assert pool.run(2, sum_of_ranks)[1] == (1, 2, 1.0)
 

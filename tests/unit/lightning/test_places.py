@@ -134,7 +134,7 @@ def test_a_file_system_that_does_not_answer_is_no_hang(tmp_path: Path, monkeypat
 
     def answers(path: str) -> tuple[Path, str]:
         if "dead" in path:
-            waits.wait(20)
+            waits.wait(PATIENCE)
         return before(path)
 
     monkeypatch.setattr(module, "nearest_parent", answers)

@@ -369,7 +369,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["doctor", "--json"]) == 0
     found = {row["subject"]: row for row in json.loads(capsys.readouterr().out)}
     assert found["torch"]["verdict"] == "ok"
-    assert found["a Trainer takes"]["value"].startswith("cpu")
+    assert found["a Trainer takes"]["value"].startswith(devices.best_available().type)
     monkeypatch.setenv("HLS_MODULE_ID", "0")
     assert main(["doctor"]) == 1
     assert "unset it" in capsys.readouterr().out

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import PATIENCE
+
 import lightning_megatron
 
 PACKAGE = Path(lightning_megatron.__file__).parent
@@ -19,5 +21,5 @@ def test_no_module_of_the_planner_loads_torch():
     assert "lightning_megatron.planning.core.job" in names
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
     code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr

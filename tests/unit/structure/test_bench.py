@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CARD = 80e9 / 1e9
@@ -133,7 +134,7 @@ def test_the_checkout_that_was_named_is_imported_not_the_working_directory(
         "ours", [sys.executable, "-m", "which_one"], {"PYTHONPATH": str(tmp_path / "named")}
     )
     try:
-        started.run(seconds=60)
+        started.run(seconds=PATIENCE)
         assert started.rounds == [["named"]]
     finally:
         started.stop()
