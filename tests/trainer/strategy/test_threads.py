@@ -15,10 +15,14 @@ import torch
 from lightning_megatron.lightning.launch.launcher import share_cores
 from lightning_megatron.machine.job_environment import own_environment
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-SHARE = max(1, CORES // 2)
-NUMBER = 2 * CORES + 1
-"""A number of threads that nobody would choose."""
+CORES, SHARE, NUMBER = 2, 1, 5
+"""Cores of a machine, those of one of two ranks, and a number of threads that nobody would choose."""
+MACHINE = f"""
+import os, torch
+os.sched_getaffinity = lambda _: set(range({CORES}))
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads({CORES})  # as torch does by itself there
+"""
 SCRIPT = """
 from pathlib import Path
 import torch
@@ -53,9 +57,16 @@ if __name__ == "__main__":
 
 
 def threads_of_ranks(folder: Path, variables: list[dict[str, str]], *words: str, before: str = "") -> list[str]:
-    """Threads of each rank and of its loader's workers, in a job of one process started here for each environment."""
+    """Threads of each rank and of its loader's workers, on a machine of ``CORES`` cores.
+
+    Args:
+        folder: folder of the job.
+        variables: environments; a process is started for each.
+        words: what starts the script.
+        before: what the script does first.
+    """
     script = folder / "job.py"
-    script.write_text(before + SCRIPT)
+    script.write_text(MACHINE + before + SCRIPT)
     environment = {name: value for name, value in own_environment().items() if name != "OMP_NUM_THREADS"}
     jobs = [
         subprocess.Popen(
@@ -102,12 +113,15 @@ def test_torchrun_gives_the_number(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_variable_is_obeyed(tmp_path: Path) -> None:
-    assert threads_of_ranks(tmp_path, [{"OMP_NUM_THREADS": str(CORES)}]) == ranks_with(CORES)
+    variable = {"OMP_NUM_THREADS": str(CORES)}
+    words = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]  # fewer on a machine of one core
+    torchs = subprocess.run(words, env=own_environment(**variable), capture_output=True, text=True, check=True).stdout
+    assert threads_of_ranks(tmp_path, [variable]) == ranks_with(int(torchs))
 
 
 @pytest.mark.slow
 def test_a_call_is_obeyed(tmp_path: Path) -> None:
-    call = f"import torch\ntorch.set_num_threads({NUMBER})\n"
+    call = f"torch.set_num_threads({NUMBER})\n"
     assert threads_of_ranks(tmp_path, [{}], before=call) == ranks_with(NUMBER)
 
 
@@ -116,6 +130,7 @@ def all_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that it is given back
     monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(CORES)), raising=False)
     torch.set_num_threads(CORES)
     yield
     torch.set_num_threads(before)

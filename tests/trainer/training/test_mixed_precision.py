@@ -111,7 +111,9 @@ class Recurrent(Program):
         self.scale = nn.Parameter(torch.ones(8))
 
     def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self.head(self.rnn(self.words(batch[0]))[0][:, -1] * self.scale), batch[1])
+        with torch.backends.mkldnn.flags(enabled=False):  # some processors have no kernel of oneDNN's for bf16
+            hidden = self.rnn(self.words(batch[0]))[0]
+        return F.cross_entropy(self.head(hidden[:, -1] * self.scale), batch[1])
 
 
 class Adversaries(Program):
