@@ -214,6 +214,20 @@ def _joined(predictions: Any) -> dict[str, list[Any]]:
     return found
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Lightning from telling things; other tests of this process read them."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def run(program: Program, folder: Path, part: str = "whole", *, ours: bool) -> Outcome:
     """Run a program on this rank of the process group, if there is one.
 
@@ -223,11 +237,9 @@ def run(program: Program, folder: Path, part: str = "whole", *, ours: bool) -> O
         part: ``"first"`` up to its stop, ``"second"`` from there on, ``"whole"`` without it.
         ours: false for Lightning's strategy.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     folder.mkdir(parents=True, exist_ok=True)
     here = _Run(program, folder, ours)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             here.part(part)
         except Exception as error:
