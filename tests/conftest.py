@@ -73,6 +73,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # modules and tests stay: a collection that looks at them takes half a second
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[Any]:
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()  # so do the modules, compiled graphs and caches that a file's tests have loaded
+    return result
+
+
 def _own_temporary_folder(config: pytest.Config) -> None:
     """Make every file that is left visible. Folders of pytest's and the compiler's cache stay where they were."""
     shared = tempfile.gettempdir()

@@ -7,7 +7,8 @@ own end, pools and servers included; on a busy machine it says far more than the
 
 Run: ``python tests/costs.py FILE [OTHER FILE]`` to show the dearest files and tests, or what has changed.
 After a session of all tests ``python tests/costs.py FILE --slow > tests/slow.txt`` keeps dear ones out of
-the gate (``make test``).
+the gate (``make test``), and after one on a simulated Gaudi ``--slow 1.2 > tests/slow_on_gaudi.txt`` those that it need
+not repeat; strike out what tries the device itself.
 """
 
 from __future__ import annotations
@@ -159,11 +160,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--most", type=int, default=40)
-    parser.add_argument("--slow", action="store_true", help="print the tests that tests/slow.txt should list, instead")
+    text = f"print the tests that take more CPU seconds (default: {SLOW}), instead"
+    parser.add_argument("--slow", type=float, nargs="?", const=SLOW, metavar="SECONDS", help=text)
     options = parser.parse_args()
     runs = [json.loads(file.read_text()) for file in options.files]
-    if options.slow:
-        print("\n".join(sorted(name for name, test in runs[0]["tests"].items() if test["cpu"] > SLOW)))
+    if options.slow is not None:
+        print("\n".join(sorted(name for name, test in runs[0]["tests"].items() if test["cpu"] > options.slow)))
     elif len(runs) == 1:
         show(runs[0], options.most)
     else:

@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron.testing import hpu
+
 ROOT = Path(__file__).parents[1]
 SLOW = Path(__file__).with_name("slow.txt")
 """Tests that are slow by measurement, beside those that carry the mark; made by ``tests/costs.py FILE --slow``."""
+SLOW_ON_GAUDI = Path(__file__).with_name("slow_on_gaudi.txt")
+"""More of them on a simulated Gaudi: from 1.2 s on, and nothing new about a device where the CPU has run them."""
 KINDS = ("quick", "slow", "exhaustive")
 LEFT_OUT = "left_out"
 
@@ -81,7 +85,8 @@ class Selection:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        slow = set(SLOW.read_text().splitlines())
+        lists = (SLOW, SLOW_ON_GAUDI) if hpu.enabled() else (SLOW,)
+        slow = {test for names in lists for test in names.read_text().splitlines()}
         for item in items:
             if item.nodeid in slow:
                 item.add_marker("slow")

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from layouts import (
+    CP2,
     DP2,
+    EP2,
     LAYOUTS,
     LENGTH,
     ONE,
@@ -158,13 +160,20 @@ def test_19_callback_metrics_are_identical_on_all_ranks_after_every_batch(ranks:
         assert "train_loss_step" in bar[0]
 
 
-@pytest.mark.gate
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param((ONE, PP2, DP2), marks=pytest.mark.gate),
+        (TP2, TP2PP2, CP2, EP2),
+    ],
+    ids=str,
+)
 @pytest.mark.slow
-def test_20_and_21_sums_and_metric_objects_count_every_sample_once(ranks: Ranks) -> None:
+def test_20_and_21_sums_and_metric_objects_count_every_sample_once(ranks: Ranks, layouts: tuple[Layout, ...]) -> None:
     expected, _ = on_all(ranks, STOCK, measured)
     last = expected[-1]
     assert (last["samples"], last["total_epoch"], last["val_samples"]) == (32, 32 * LENGTH, 16)
-    for layout in LAYOUTS:
+    for layout in layouts:
         for seen, _ in ranks(layout.world_size, measured, layout):
             ours = seen[-1]
             # Per step a metric object shows what its own rank saw, here as in stock DDP.

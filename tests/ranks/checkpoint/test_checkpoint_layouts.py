@@ -27,7 +27,7 @@ LAYOUTS = {
     "tp2dp2ep2etp1unsharded": {"tp": 2, "dp": 2, "ep": 2, "etp": 1, "unsharded": True},
     "cp2ep4": {"cp": 2, "dp": 2, "ep": 4},
 }
-OFTEN = ("one", "dp2", "tp2pp2", "tp2ep2")
+OFTEN = ("dp2", "tp2pp2", "tp2ep2")
 """Layouts that the fast tests load into; from all the others."""
 GRID = ("tp", "cp", "dp", "pp")
 SHOWN = ("tp2dp2", "dp4", "tp2pp2", "tp2dp2unsharded", "tp2dp2ep2", "tp2dp2ep2etp1unsharded")

@@ -275,7 +275,10 @@ def test_the_check_of_manifests_finds_mistakes() -> None:
 # Every recipe under every launcher
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(recipe, marks=pytest.mark.slow if number % 4 else ()) for number, recipe in enumerate(RECIPES)],
+)
 def test_every_recipe_under_every_launcher(tmp_path: Path, recipe: str) -> None:
     """The texts of golden/, with the recipe's name and sizes: nothing else depends on the recipe."""
     trainer = contents_of(recipe_files(recipe))["trainer"]

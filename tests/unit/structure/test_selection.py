@@ -6,9 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from selection import KINDS, ROOT, SLOW, account, features, lacking, of_part, part
+from selection import KINDS, ROOT, SLOW, SLOW_ON_GAUDI, account, features, lacking, of_part, part
 
 from lightning_megatron.machine.job_environment import own_environment
 
@@ -128,7 +129,8 @@ def test_the_gate_holds_every_feature(request: pytest.FixtureRequest) -> None:
         assert is_held != ("target" in entry), entry["feature"]
 
 
-def test_every_listed_slow_test_is_still_there() -> None:
-    for name in SLOW.read_text().splitlines():
+@pytest.mark.parametrize("names", [SLOW, SLOW_ON_GAUDI], ids=lambda path: path.stem)
+def test_every_listed_slow_test_is_still_there(names: Any) -> None:
+    for name in names.read_text().splitlines():
         file, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), name
