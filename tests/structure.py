@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -26,8 +27,13 @@ def files(root: Path = ROOT) -> list[Path]:
     return sorted(path for path in (root / "lightning_megatron").rglob("*.py") if "site" not in path.parts)
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def docstrings(path: Path) -> tuple[tuple[int, str], ...]:
     """Line and text of every docstring of a file, those below constants too."""
+    return tuple(_docstrings(path))
+
+
+def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, Owner):

@@ -62,8 +62,13 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+@cache
+def imports_of(path: Path) -> tuple[tuple[str, int], ...]:
     """Every imported module with its line, those inside functions and under ``TYPE_CHECKING`` too."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -88,6 +93,7 @@ def imports_when_it_runs(path: Path) -> set[str]:
     return {module for module, line in imports_of(path) if line not in lines}
 
 
+@cache
 def is_module(package: str, name: str) -> bool:
     folder = PACKAGE.parent.joinpath(*package.split("."))
     return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
