@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.finite import first_bad_row, not_finite
+from lightning_megatron.finite import first_bad_row, is_finite, not_finite
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
@@ -77,8 +77,9 @@ class FiniteCheck:
     def __init__(self, sharded: ShardedOptimizer, named_params: Mapping[str, nn.Parameter], mesh: ParallelMesh) -> None:
         self._sharded, self._params, self._mesh = sharded, named_params, mesh
         self._device = mesh.rng.device
+        self._at_once = self._device.type == devices.CPU.type
         self._losses: list[Tensor] = []
-        self._grads: dict[Bucket, _Result] = {}
+        self._grads: dict[Bucket, list[_Result]] = {}
         self._pending: tuple[int, list[_Result], Callable[[], list[int]]] | None = None
         sharded.on_local_grads(self._add_grads)
 
@@ -90,7 +91,7 @@ class FiniteCheck:
     def _add_grads(self, bucket: Bucket) -> None:
         """Include this rank's gradients in the check, before they are summed over ranks."""
         if bucket not in self._grads:
-            self._grads[bucket] = _Result("own", *_check(bucket.grads), _namer(bucket.slots, bucket.start))
+            self._grads[bucket] = self._check("own", bucket.grads, _namer(bucket.slots, bucket.start))
 
     def forget(self) -> None:
         """Discard the collected losses and gradients, for a step that needs no check."""
@@ -110,17 +111,19 @@ class FiniteCheck:
         """
         results = []
         if self._losses:
-            losses = torch.stack([loss.reshape(-1).sum().to(self._device) for loss in self._losses])
-            results.append(_Result("loss", *_check(losses), lambda row: ""))
-        results += self._grads.values()
+            losses = [loss.sum().to(self._device) for loss in self._losses]
+            results += self._check("loss", torch.stack(losses) if len(losses) > 1 else losses[0], lambda row: "")
+        for own in self._grads.values():
+            results += own
         if norm is not None:
-            results.append(_Result("norm", *_check(norm), lambda row: ""))
+            results += self._check("norm", norm, lambda row: "")
         else:
             results += self._optimizer_results("step")
-        at_once = self._device.type == devices.CPU.type
-        if not at_once:
+        if not self._at_once:
             results += self._optimizer_results("parameter")
         self.forget()
+        if self._at_once and not results and self._mesh.world.size == 1:
+            return
         fine = torch.stack([result.is_finite for result in results]) if results else torch.ones(1, device=self._device)
         anybody = all_reduce_max((1 - fine.min()).float(), self._mesh.world).to(torch.int32)
         numbers = torch.stack(
@@ -128,8 +131,17 @@ class FiniteCheck:
         )
         self.finish()
         self._pending = step, results, devices.begin_read(numbers)
-        if at_once:
+        if self._at_once:
             self.finish()
+
+    def _check(self, kind: str, x: Tensor, name_of: Callable[[int], str]) -> list[_Result]:
+        """The result for a tensor, with rows of ``ALIGNMENT`` elements, so that each lies in one parameter.
+
+        Where no device is waited for, a tensor without a fault has none.
+        """
+        if self._at_once and bool(is_finite(x)):
+            return []
+        return [_Result(kind, *first_bad_row(x.reshape(-1), ALIGNMENT), name_of)]
 
     def finish(self) -> None:
         """Wait for the result of the last check. Every rank must call this.
@@ -145,7 +157,7 @@ class FiniteCheck:
         if not anybody:
             return
         # On an accelerator the results include the trained parameters, which the step may have changed since.
-        apart = {n: p for n, p in self._params.items() if self._device.type == devices.CPU.type or not p.requires_grad}
+        apart = {n: p for n, p in self._params.items() if self._at_once or not p.requires_grad}
         own = self._findings(results, numbers[::2], numbers[1::2]) + self._bad_params(apart)
         if all(finding.cause == _NORM for finding in own):
             own += self._bad_grads()
@@ -168,7 +180,7 @@ class FiniteCheck:
         for bucket, part, start in self._sharded.updated_tensors():
             x = part.grad if kind == "step" else part
             if x is not None:
-                results.append(_Result(kind, *_check(x), _namer(bucket.slots, start)))
+                results += self._check(kind, x, _namer(bucket.slots, start))
         return results
 
     def _findings(self, results: Sequence[_Result], fine: Sequence[int], rows: Sequence[int]) -> list[BadTensor]:
@@ -205,11 +217,6 @@ _CAUSES = {
     "step": (3, "gradient"),
     "norm": (_NORM, "gradient"),
 }
-
-
-def _check(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Finiteness and index of the worst row; rows have ``ALIGNMENT`` elements, so each lies in one parameter."""
-    return first_bad_row(x.reshape(-1), ALIGNMENT)
 
 
 def _namer(slots: Sequence[Slot], start: int) -> Callable[[int], str]:

@@ -81,6 +81,8 @@ class StepEngine:
             trainer: its loaders say how many samples a batch has.
             loader: index of an evaluation's loader.
         """
+        if self._size is None and not self._is_pipeline:
+            return None
         micro_batches = split_batch(batch, self._size, declared_batch_size(trainer, loader))
         return None if len(micro_batches) == 1 and not self._is_pipeline else micro_batches
 
