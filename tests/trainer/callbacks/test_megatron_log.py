@@ -170,6 +170,8 @@ def test_counts_go_on_from_a_checkpoint(prefix: str, tmp_path: Path, capsys: pyt
         recorder = Recorder()
         fitted(prefix, tmp_path, MegatronLog(), ckpt_path=tmp_path / "mid.ckpt", logger=recorder)
         assert recorder.series("consumed-samples") == [28, 36]
+        unknown = 0 if kept else 20  # samples whose tokens nobody has counted
+        assert recorder.series("consumed-tokens") == [16 * (28 - unknown), 16 * (36 - unknown)]
 
 
 def test_ranks_that_share_a_model_have_the_losses_of_one(ranks, prefix, tmp_path):

@@ -20,6 +20,8 @@ from patience import PATIENCE
 from lightning_megatron.cli.data.preprocess import preprocess_command
 from lightning_megatron.data import DataError, IndexedDataset
 from lightning_megatron.data.preprocessing import parts
+from lightning_megatron.data.preprocessing.encode import EncodeOptions, Encoder
+from lightning_megatron.data.preprocessing.estimate import estimate
 from lightning_megatron.data.preprocessing.parts import cut
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.textfiles import LineReader, Source
@@ -169,6 +171,15 @@ def test_input_without_a_document_is_refused_at_once(tmp_path: Path, capsys: pyt
     text = capsys.readouterr().err
     assert "none of the first lines is a document:" in text
     assert "line 1: has no key 'text', only 'body'; name the key of the text with --json-keys" in text
+
+
+@pytest.mark.parametrize("files", [3, 8, 9, 40])
+def test_an_estimate_from_some_files_is_of_all(tmp_path: Path, files: int) -> None:
+    """Eight files at most are read; equal files make the estimate exact."""
+    sources = [Source(write(tmp_path / f"{number}.jsonl", LINES[:10])) for number in range(files)]
+    encoder = Encoder(EncodeOptions(IDS, ("text",)))
+    expected = estimate(sources, encoder, 1 << 20)
+    assert (expected.documents, expected.tokens) == (10 * files, sum(range(10)) * files)
 
 
 def test_the_estimate_and_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +89,27 @@ def test_scheduler_resumes_from_plain_numbers(tmp_path: Path) -> None:
         s.step()
     assert resumed.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert resumed.param_groups[0]["weight_decay"] == optimizer.param_groups[0]["weight_decay"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_going_to_a_step_by_number_is_walking_there() -> None:
+    """``step(epoch)`` counts optimizer steps, schedules count samples."""
+
+    def after(walk: Callable[[MegatronLR], None]) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3, weight_decay=0.1)
+        schedule = LRSchedule(1e-3, warmup=16, decay=160)
+        scheduler = MegatronLR(optimizer, schedule, WDSchedule(0.0, 0.1, 100, "linear"), step_size=8)
+        optimizer.step()
+        walk(scheduler)
+        group = optimizer.param_groups[0]
+        assert group["lr"] == pytest.approx(schedule.learning_rate(40))
+        return {"position": scheduler.position, "wd": group["weight_decay"]}
+
+    def walk(scheduler: MegatronLR) -> None:
+        for _ in range(5):
+            scheduler.step()
+
+    assert after(lambda scheduler: scheduler.step(5)) == after(walk) == {"position": 40, "wd": pytest.approx(0.04)}
 
 
 @pytest.mark.parametrize(

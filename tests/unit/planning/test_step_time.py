@@ -9,11 +9,12 @@ import pytest
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.mesh import axis_groups
 from lightning_megatron.models.presets import preset
 from lightning_megatron.planning.core.device_file import Efficiency, load_device
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.plan import plan_of
-from lightning_megatron.planning.time.communication import Group, layer_communication, repeated_communication
+from lightning_megatron.planning.time.communication import Group, Groups, layer_communication, repeated_communication
 from lightning_megatron.planning.time.compute import joined_tokens, layer_work, output_layer
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
 from lightning_megatron.planning.time.sizes import Sizes
@@ -51,6 +52,17 @@ def test_matrix_products_and_attention_are_the_models_flops(model: str) -> None:
     padded = 6.0 * config.hidden_size * (sizes.vocab_rows - config.vocab_size) * sizes.tokens * (1 + further)
     total = matmul + attention * 3 / 3.5 - padded
     assert total == pytest.approx(config.flops_per_token(2048) * sizes.tokens, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2, "cp": 2, "pp": 2}, {"cp": 4, "pp": 4}, {"tp": 4, "pp": 2}, {"cp": 2}])
+def test_groups_have_the_strides_of_the_mesh(layout: dict[str, int]) -> None:
+    """Distances of neighbours, by the groups of ranks that a run makes on 16 devices."""
+    planned = job(devices=16, **layout)
+    groups, ranks = Groups(Sizes(planned)), axis_groups(planned.layout)
+    for axis, group in {"tp": groups.tp, "cp": groups.cp, "dp_cp": groups.dp, "pp": groups.pp}.items():
+        members = ranks[axis][0]
+        assert group.size == len(members)
+        assert len(members) == 1 or group.stride == members[1] - members[0], axis
 
 
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"cp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "tp": 2}])

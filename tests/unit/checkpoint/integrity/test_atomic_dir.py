@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -36,6 +38,26 @@ def test_the_name_appears_when_published_and_the_folder_of_unfinished_work_goes(
     assert not path.exists()
     publishing.publish(temporary, path)
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from /proc")
+def test_entries_are_on_disk_before_the_name_and_the_name_before_the_end(tmp_path, file_system, monkeypatch):
+    """No run can lose power on purpose: the order of the calls is what a journal needs (fsync(2))."""
+    path, happened = tmp_path / "last.ckpt", []
+    put(path, "old")
+    temporary = write(path, "new")
+    sync, rename, swap = publishing.os.fsync, publishing.os.rename, publishing.swap_entries
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (happened.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), sync(fd))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (happened.append(("name", str(b))), rename(a, b)))
+    monkeypatch.setattr(
+        publishing, "swap_entries", lambda a, b: swap(a, b) and (happened.append(("name", str(b))) or True)
+    )
+    publishing.publish(temporary, path)
+    named = max(place for place, event in enumerate(happened) if event == ("name", str(path)))
+    assert ("sync", str(temporary)) in happened[:named]
+    assert ("sync", str(tmp_path)) in happened[named:]
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_published(tmp_path, file_system):
