@@ -149,13 +149,15 @@ def regrouped(
 
     Returns:
         The scalars of each group of today, and notes about values that could not be carried over: where parameters of
-        one group were in groups that disagree, the value of today stays.
+        one group were in groups that disagree, the value of today stays. A group without parameters is known by its
+        number, if the number of groups is the same.
     """
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found: list[dict[str, Any]] = []
     notes: list[str] = []
     for number, names in enumerate(groups):
         origins = sorted({home[name] for name in names if name in home})
+        origins = [number] if not names and len(saved) == len(groups) else origins
         scalars: dict[str, Any] = {}
         for key in dict.fromkeys(key for origin in origins for key in saved[origin] if key != "params"):
             values = [saved[origin].get(key) for origin in origins]

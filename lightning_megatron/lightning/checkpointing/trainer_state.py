@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from lightning_megatron.checkpoint import (
     Check,
@@ -37,6 +38,7 @@ from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.checkpointing.names_in_file import refuse_unknown_order, take_names, trained_version
+from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
@@ -44,6 +46,7 @@ from lightning_megatron.lightning.pretrained.hugging_face import kept_settings
 from lightning_megatron.lightning.pretrained.imported_run import IMPORTED_FROM, fresh_run
 from lightning_megatron.lightning.pretrained.load_weights import load_weights, trained_names
 from lightning_megatron.lightning.run_state.random_state import random_state
+from lightning_megatron.lightning.run_state.scheduler_groups import SchedulerStates
 from lightning_megatron.lightning.run_state.weight_versions import (
     copies,
     edited_names,
@@ -102,8 +105,11 @@ def save_trainer_checkpoint(
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh, saving=True)
     has_optimizers, action = "optimizer_states" in rest, f"saving {path}"
-    of_optimizers, late = _optimizer_states(module, optimizers if has_optimizers or one_file else (), mesh, sharded)
+    schedulers = SchedulerStates(_configs(module), list(rest.get("lr_schedulers", ())))
+    saved_ones = optimizers if has_optimizers or one_file else ()
+    of_optimizers, late = _optimizer_states(module, saved_ones, mesh, sharded, schedulers)
     if has_optimizers:
+        rest["lr_schedulers"] = schedulers.states
         rest["optimizer_states"] = []
     of_optimizers = _without_main(of_optimizers, edited)
     state |= {key: value for key, value in of_optimizers.items() if has_optimizers or Key.parse(key).is_main}
@@ -125,15 +131,29 @@ def save_trainer_checkpoint(
         optimizer.drop_initial_state()
 
 
+def _configs(module: LightningModule) -> Sequence[LRSchedulerConfig]:
+    trainer = trainer_of(module)
+    return () if trainer is None else trainer.lr_scheduler_configs
+
+
 def _optimizer_states(
-    module: LightningModule, optimizers: Sequence[ShardedOptimizer], mesh: ParallelMesh, sharded: bool
+    module: LightningModule,
+    optimizers: Sequence[ShardedOptimizer],
+    mesh: ParallelMesh,
+    sharded: bool,
+    schedulers: SchedulerStates,
 ) -> tuple[State, set[str]]:
-    """State of all optimizers, and the keys of the part that only optimizer steps and loads write."""
+    """State of all optimizers, and the keys of the part that only optimizer steps and loads write.
+
+    The states of the schedulers get the groups of all stages.
+    """
     complete_state(optimizers, mesh)
     state: State = {}
     late: set[str] = set()
     for index, optimizer in enumerate(optimizers):
-        part = optimizer_part(index, optimizer, mesh, sharded)
+        part = optimizer_part(index, optimizer, mesh, sharded, schedulers)
+        key, own = groups_key(index), optimizer.optimizer
+        part[key] = schedulers.take(own, part[key], len(own.param_groups))
         late |= _apart(part, module) if optimizer.is_flat else set()
         state |= part
     return state, late
@@ -246,23 +266,32 @@ def load_optimizers(
     *,
     sharded: bool,
     finite: bool,
-) -> None:
+    lr_schedulers: Iterable[dict[str, Any]],
+) -> list[dict[str, Any]]:
     """Fill the optimizers, and the parameters from main values; all ranks call this.
 
     :func:`load_model` has opened the checkpoint. :func:`save_trainer_checkpoint` explains ``sharded`` and ``finite``.
+
+    Args:
+        lr_schedulers: states of schedulers in the checkpoint.
+
+    Returns:
+        These states for the groups of today.
     """
-    mesh, meta = opened.mesh, opened.meta
+    mesh, meta, configs = opened.mesh, opened.meta, _configs(module)
     rejoin_groups(meta, module, optimizers)
     is_in_order = all(optimizer.is_in_order for optimizer in optimizers)
+    today, schedulers = SchedulerStates.of_today(configs), SchedulerStates(configs, list(lr_schedulers))
     state: State = {}
     for index, optimizer in enumerate(optimizers):
-        state |= optimizer_state(index, (), mesh, _groups(optimizer))
+        state |= optimizer_state(index, (), mesh, _groups(optimizer, today))
     opened.fill(state, strict=False, is_in_order=is_in_order)
     alike = {optimizer_family(i) for i, optimizer in enumerate(optimizers) if optimizer.is_like(state[groups_key(i)])}
     for index, optimizer in enumerate(optimizers):
         rejoin(state[groups_key(index)], module, optimizer)
         begin_optimizer(optimizer, state[groups_key(index)])
-        state |= optimizer_part(index, optimizer, mesh, sharded)
+        schedulers.regroup(optimizer.optimizer, state[groups_key(index)] or (), optimizer.group_names())
+        state |= optimizer_part(index, optimizer, mesh, sharded, today)
     if edited := meta.get(NOTE, {}).get("without_main"):
         for optimizer in optimizers:
             optimizer.refresh_main()
@@ -270,6 +299,7 @@ def load_optimizers(
     loaded = _fill(opened, state, module, finite=finite, is_in_order=is_in_order, alike=alike)
     for index, optimizer in enumerate(optimizers):
         continue_optimizer(index, optimizer, state, loaded.not_begun)
+    return schedulers.states
 
 
 def _fill(opened: OpenCheckpoint, state: State, module: LightningModule, *, finite: bool, **how: Any) -> Loaded:
@@ -306,15 +336,22 @@ def _weights_alone(path: str, module: LightningModule) -> str:
     )
 
 
-def optimizer_part(index: int, optimizer: ShardedOptimizer, mesh: ParallelMesh, sharded: bool) -> State:
+def optimizer_part(
+    index: int,
+    optimizer: ShardedOptimizer,
+    mesh: ParallelMesh,
+    sharded: bool,
+    schedulers: SchedulerStates | None = None,
+) -> State:
     """This rank's part of one optimizer, by checkpoint key; all ranks call this."""
-    state = optimizer_state(index, optimizer.param_shards(), mesh, _groups(optimizer), sharded=sharded)
+    groups = _groups(optimizer, schedulers or SchedulerStates())
+    state = optimizer_state(index, optimizer.param_shards(), mesh, groups, sharded=sharded)
     return state | {whole_state_key(index, name): kept for name, kept in optimizer.whole_state().items()}
 
 
-def _groups(optimizer: ShardedOptimizer) -> list[Mapping[str, Any]]:
+def _groups(optimizer: ShardedOptimizer, schedulers: SchedulerStates) -> list[dict[str, Any]]:
     parts = zip(optimizer.group_settings(), optimizer.group_names(), strict=True)
-    return [{**settings, "params": names} for settings, names in parts]
+    return schedulers.joined(optimizer.optimizer, [{**settings, "params": names} for settings, names in parts])
 
 
 def begin_optimizer(optimizer: ShardedOptimizer, saved: Sequence[Mapping[str, Any]] | None) -> None:

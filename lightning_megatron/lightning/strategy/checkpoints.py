@@ -255,8 +255,14 @@ class RunCheckpoints:
         if loaded.opened is None:
             self._params.refresh_main()
         else:
-            how = {"sharded": self._job.optimizer.shard, "finite": self._job.check_for_nan_in_loss_and_grad}
-            checkpointing.load_optimizers(loaded.opened, self.ranks.module, self._params.sharded, **how)
+            loaded.checkpoint["lr_schedulers"] = checkpointing.load_optimizers(
+                loaded.opened,
+                self.ranks.module,
+                self._params.sharded,
+                sharded=self._job.optimizer.shard,
+                finite=self._job.check_for_nan_in_loss_and_grad,
+                lr_schedulers=loaded.checkpoint.get("lr_schedulers", ()),
+            )
 
     def go_on(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the checkpoint's group settings, whatever hooks have changed since; random numbers come later."""
