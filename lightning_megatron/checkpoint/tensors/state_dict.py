@@ -149,15 +149,15 @@ def regrouped(
 
     Returns:
         The scalars of each group of today, and notes about values that could not be carried over: where parameters of
-        one group were in groups that disagree, the value of today stays. A group without parameters is known by its
-        number, if the number of groups is the same.
+        one group were in groups that disagree, the value of today stays. A group without parameters takes those of the
+        same number.
     """
     home = {name: number for number, group in enumerate(saved) for name in group["params"]}
     found: list[dict[str, Any]] = []
     notes: list[str] = []
     for number, names in enumerate(groups):
         origins = sorted({home[name] for name in names if name in home})
-        origins = [number] if not names and len(saved) == len(groups) else origins
+        origins = [number] if not names and number < len(saved) else origins
         scalars: dict[str, Any] = {}
         for key in dict.fromkeys(key for origin in origins for key in saved[origin] if key != "params"):
             values = [saved[origin].get(key) for origin in origins]
@@ -183,7 +183,8 @@ def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dic
         return own
     is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
     merged: list[dict[str, Any]] = []
-    for stage in all_gather_object(mesh, own if is_source else []):
+    trains = is_source and any(group["params"] for group in own)  # else a stage has groups for its optimizer's sake
+    for stage in all_gather_object(mesh, own if trains else []):
         for number, group in enumerate(stage):
             alike = [place for place, other in enumerate(merged) if _have_same_settings(group, other)]
             place = min(number, len(merged))
@@ -192,7 +193,7 @@ def _merged(groups: Sequence[Mapping[str, Any]], mesh: ParallelMesh) -> list[dic
             if place == len(merged):
                 merged.append({**group, "params": []})
             merged[place]["params"] += [name for name in group["params"] if name not in merged[place]["params"]]
-    return merged
+    return merged or own
 
 
 def _have_same_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

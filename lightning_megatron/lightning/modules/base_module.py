@@ -171,7 +171,10 @@ class MegatronModule(LightningModule):
         return nullcontext()
 
     def decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
+        """Parameters in two groups: matrices, which decay, and norms and biases, which do not.
+
+        A pipeline stage of which all parameters are frozen has empty groups, since torch makes no optimizer of none.
+        """
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for _, param, spec in named_specs(self):
             if param.requires_grad:
@@ -179,7 +182,7 @@ class MegatronModule(LightningModule):
         return [
             {"params": params, "weight_decay": weight_decay if decay else 0.0}
             for decay, params in groups.items()
-            if params
+            if params or (self.mesh.pp.size > 1 and not any(groups.values()))
         ]
 
 

@@ -179,8 +179,7 @@ class StrategyHooks(ParallelStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers, then put flat main parameters into their groups."""
-        super().setup_optimizers(trainer)
-        self._start.compare_optimizers()
+        self._start.compare_optimizers(partial(super().setup_optimizers, trainer))
         if self.mesh.is_distributed:
             decide_on_rank_0(self.lr_scheduler_configs, self.broadcast)
         self._params.put_on_buffers(trainer, self.precision_plugin, self.micro_batch_size)

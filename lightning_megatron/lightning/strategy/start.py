@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_megatron import device as devices
-from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.lightning.build.placement import Placement, placement_of, store_placement
 from lightning_megatron.lightning.comparison.compare import RankComparison
 from lightning_megatron.lightning.comparison.facts import (
@@ -127,11 +129,28 @@ class RankStart:
         if self._comparison is None:
             self.compare(None)
 
-    def compare_optimizers(self) -> None:
-        """Compare the optimizers that the user has configured, and the model, which is built by now."""
+    def compare_optimizers(self, configure: Callable[[], None]) -> None:
+        """Let the user configure optimizers, then compare them, and the model, which is built by now.
+
+        Raises:
+            ConfigError: on all ranks, if a pipeline stage trains no parameter, and torch makes no optimizer for it.
+        """
+        own, mesh, fault = self._ranks.strategy, self._ranks.mesh, ""
+        try:
+            configure()
+        except ValueError as error:
+            trains = any(param.requires_grad for param in self._ranks.module.parameters())
+            if isinstance(error, ConfigError) or mesh.pp.size == 1 or trains:
+                raise
+            fault = str(error)
+        if mesh.pp.size > 1 and mesh.rehearsed is None:
+            groups = [group["params"] for optimizer in own.optimizers for group in optimizer.param_groups]
+            stages = all_gather_object(mesh, (mesh.pp.rank, fault, bool(groups) and not any(groups)))
+            raise_if_any(_untrained_problems(sorted(set(stages))))
         if self._comparison is not None:
-            own, stage = self._ranks.strategy, self._ranks.mesh.pp.rank
-            self._compare(optimizer_statement(self._ranks.module, own.optimizers, own.lr_scheduler_configs, stage))
+            self._compare(
+                optimizer_statement(self._ranks.module, own.optimizers, own.lr_scheduler_configs, mesh.pp.rank)
+            )
 
     def compare_loader(self, dataloader: object) -> None:
         """Compare length, samples and batch size of a loader, before Lightning asks all ranks for its length."""
@@ -259,3 +278,17 @@ class OwnCallbacks:
         if self._is_own(callback):
             return ORDER.index(type(callback))
         return ORDER.index(Checkpoint if isinstance(callback, Checkpoint) else Callback)
+
+
+def _untrained_problems(stages: Sequence[tuple[int, str, bool]]) -> list[Problem]:
+    """Faults of stages without trained parameters: number of each stage, its error, and if all its groups are empty."""
+    reason = (
+        "no parameter of this stage needs a gradient, and torch makes no optimizer of none. Give it a group, which may"
+        " be empty: AdamW([{'params': [param for param in self.parameters() if param.requires_grad]}])"
+    )
+    found = [
+        Problem("configure_optimizers", f"{fault} (pipeline stage {n})", reason) for n, fault, _ in stages if fault
+    ]
+    if all(is_empty for *_, is_empty in stages):
+        found.append(Problem("configure_optimizers", "empty groups", "no parameter on any pipeline stage is trained"))
+    return found
