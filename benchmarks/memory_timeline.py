@@ -142,7 +142,7 @@ class Watch(L.Callback):
         line.hold("parameters", [buffer.params for buffer in zero.buffers])
         line.hold("gradients", [buffer.grads for buffer in zero.buffers])
         line.hold("main parameters", [main for _, main, _ in zero.updated_tensors()])
-        state = zero.optimizer.state.values()
+        state = zero.state.values()
         line.hold("moments", [value for values in state for value in values.values() if isinstance(value, Tensor)])
         model = pl_module.model
         model.register_forward_pre_hook(lambda *_: line.begin("activations", "forward"))

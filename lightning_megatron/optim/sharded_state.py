@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.optim.buffers.bucket import Bucket
-from lightning_megatron.optim.buffers.main_values import MainParam, MainValues
+from lightning_megatron.optim.buffers.main_values import MainParam, MainValues, States
 from lightning_megatron.optim.kept_values import KeptModel, KeptValues
+from lightning_megatron.optim.main_param_groups import MainParamGroups
 from lightning_megatron.optim.optimizer_state import STEP, allocate_state, load_shard, shards_of, state_like
+from lightning_megatron.optim.state_by_param import OptimizerState
 from lightning_megatron.params import NO_PARAMETER, ParamShard
 
 _KERNELS = frozenset({"foreach", "fused", "capturable"})
@@ -29,6 +31,8 @@ class ShardedState:
         is_flat: True if main parameters are flat shares of buckets, False if each has the shape of its parameter.
     """
 
+    _groups: MainParamGroups
+
     def __init__(self, optimizer: Optimizer, is_flat: bool) -> None:
         self.optimizer = optimizer
         self.is_flat = is_flat
@@ -37,6 +41,12 @@ class ShardedState:
         self._provisional: list[nn.Parameter] = []
         self._constructed: dict[int, tuple[Tensor, dict[str, Any]]] = {}  # of one element, by group
         self._take_back: Callable[[], None] | None = None
+        self._states = OptimizerState(optimizer, self._mains, self._before_write)
+
+    @property
+    def state(self) -> States:
+        """The optimizer's state by main parameter, with what the user has changed between steps."""
+        return self._states.flat
 
     def lend(self, take_back: Callable[[], None]) -> None:
         """Allow a background reader of main values and state; the next write waits for the reader.
@@ -54,7 +64,7 @@ class ShardedState:
 
     def _move_state(self, mains: Mapping[Bucket, MainValues]) -> None:
         """Reshape state that an optimizer allocated in its constructor (Adagrad)."""
-        state = self.optimizer.state
+        state = self.state
         self._position = {id(p): n for group in self.optimizer.param_groups for n, p in enumerate(group["params"])}
         for bucket, main in mains.items():
             any_owner = next((p for p in self.optimizer.param_groups[bucket.key.group]["params"] if state.get(p)), None)
@@ -111,10 +121,11 @@ class ShardedState:
         if self.is_flat:
             if split:
                 self._begin_anew()
-            self._provisional = [p for p in self.main_params if not (split or self.optimizer.state.get(p))]
-            allocate_state(self.optimizer, self._mains_by_group())
+            self._provisional = [p for p in self.main_params if not (split or self.state.get(p))]
+            with self._groups.of_main_params():
+                allocate_state(self.optimizer, self._mains_by_group())
             for main in self._mains.values() if split else ():
-                main.split_all(self.optimizer)
+                main.split_all(self.state)
 
     def _begin_anew(self) -> None:
         """Drop all state but that of the optimizer's constructor (Adagrad), as it was then."""
@@ -123,28 +134,28 @@ class ShardedState:
             if STEP in group:
                 group[STEP] = 0
             for param in params:
-                self.optimizer.state.pop(param, None)
+                self.state.pop(param, None)
                 if made := self._constructed.get(number):
-                    self.optimizer.state[param] = state_like(param, made[1], made[0])
+                    self.state[param] = state_like(param, made[1], made[0])
 
     def drop_initial_state(self) -> None:
         """Remove the state that :meth:`init_state` has allocated to be saved: a first step may be a special one."""
         for param in self._provisional:
-            self.optimizer.state.pop(param, None)
+            self.state.pop(param, None)
         self._provisional = []
 
     def drop_state(self, names: Set[str]) -> None:
         """Remove state by the names of checkpoints, after ``init_state(split=True)``; the next gradient begins it."""
         for param, own in self._names_of_parts():
             if own and own <= names:
-                self.optimizer.state.pop(param, None)
+                self.state.pop(param, None)
 
     def names_by_state(self) -> tuple[set[str], set[str]]:
         """Names, as in checkpoints, of parameters with and without state on this rank; for element-wise optimizers."""
         begun: set[str] = set()
         others: set[str] = set()
         for param, own in self._names_of_parts() if self.is_flat else ():
-            (begun if self.optimizer.state.get(param) else others).update(own)
+            (begun if self.state.get(param) else others).update(own)
         return begun, others
 
     def _names_of_parts(self) -> Iterator[tuple[nn.Parameter, set[str]]]:
@@ -152,7 +163,7 @@ class ShardedState:
             yield part.param, {slot.owned.spec.tied_with or slot.owned.name for slot in part.slots}
 
     def _refuse_state_of_no_parameter(self) -> None:
-        beside = [str(key) for key in self.optimizer.state if not isinstance(key, Tensor)]
+        beside = [str(key) for key in self.state if not isinstance(key, Tensor)]
         if beside:
             reason = (
                 f"its state has the entries {', '.join(beside)} of no parameter, which sharded state cannot hold:"
@@ -175,7 +186,7 @@ class ShardedState:
 
     def _shards_of(self, main: MainValues, part: MainParam) -> Iterator[ParamShard]:
         group = self.optimizer.param_groups[main.bucket.key.group]
-        return shards_of(main, part, self.optimizer.state.get(part.param, {}) if self.is_flat else {}, group)
+        return shards_of(main, part, self.state.get(part.param, {}) if self.is_flat else {}, group)
 
     def load_shard_state(
         self,
@@ -194,7 +205,7 @@ class ShardedState:
         for values, part in parts:
             if not any(slot.owned.name == shard.name for slot in part.slots):
                 continue
-            owner, group = self.optimizer.state[part.param], self.optimizer.param_groups[values.bucket.key.group]
+            owner, group = self.state[part.param], self.optimizer.param_groups[values.bucket.key.group]
             for target in self._shards_of(values, part):
                 if (target.name, target.start, target.end) == (shard.name, shard.start, shard.end):
                     load_shard(target, owner, group, main, state or {}, shared or {})
@@ -208,7 +219,8 @@ class ShardedState:
         """
         if self.is_flat:
             return {}
-        saved = self.optimizer.state_dict()
+        with self._groups.of_main_params():
+            saved = self.optimizer.state_dict()
         state = saved.pop("state")
         del saved["param_groups"]
         found = {name: dict(state.get(index, {})) for index, name in enumerate(self._names_in_groups())}
@@ -220,9 +232,10 @@ class ShardedState:
         """Restore the result of :meth:`whole_state`; call :meth:`load_group_settings` before."""
         if self.is_flat:
             return
-        saved = {**self.optimizer.state_dict(), **state[NO_PARAMETER]}
         kept = {i: state[name] for i, name in enumerate(self._names_in_groups()) if state.get(name)}
-        self.optimizer.load_state_dict({**saved, "state": {**kept, **saved["state"]}})
+        with self._groups.of_main_params():
+            saved = {**self.optimizer.state_dict(), **state[NO_PARAMETER]}
+            self.optimizer.load_state_dict({**saved, "state": {**kept, **saved["state"]}})
 
     def _names_in_groups(self) -> list[str]:
         return [part.owned.name for group in self._parts_by_group() for part in group if part.owned is not None]
@@ -251,7 +264,7 @@ class ShardedState:
     def state_bytes(self) -> int:
         """Bytes on this rank of optimizer state and of main values that are not the parameters themselves."""
         total = sum(main.flat.nbytes for main in self._mains.values() if not main.is_view)
-        states = (self.optimizer.state.get(param, {}) for param in self.main_params)
+        states = (self.state.get(param, {}) for param in self.main_params)
         return total + sum(v.nbytes for state in states for v in state.values() if isinstance(v, Tensor))
 
 

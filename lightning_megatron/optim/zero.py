@@ -47,9 +47,9 @@ class ShardedOptimizer(ShardedState):
         zero.clip_by_norm(1.0)
         optimizer.step()                      # parameters begin to be gathered; modules of the next forward wait
 
-    Between steps the optimizer's groups hold the user's parameters, and ``param.grad`` has its meaning in plain torch:
-    a parameter whose gradient is ``None`` (no backward reached it, it is frozen, or the user cleared it) is skipped by
-    the step. With several data-parallel ranks it is skipped if no rank has a gradient for it, see
+    Between steps the optimizer's groups and state have the user's parameters, and ``param.grad`` has its meaning in
+    plain torch: a parameter whose gradient is ``None`` (no backward reached it, it is frozen, or the user cleared it)
+    is skipped by the step. With several data-parallel ranks it is skipped if no rank has a gradient for it, see
     :class:`~lightning_megatron.optim.buffers.unused_params.UnusedParams`.
 
     Parameters that are unfrozen, and groups that are added, join at the next step.
@@ -103,7 +103,7 @@ class ShardedOptimizer(ShardedState):
         self._unused = UnusedParams()
         self._add_params()
         self._groups = MainParamGroups(
-            optimizer, self._mains_by_group, self._before_step, self.start_param_gather, self._has_copies
+            optimizer, self._states, self._mains_by_group, self._before_step, self.start_param_gather, self._has_copies
         )
 
     def add_new_params(self) -> None:
@@ -221,14 +221,14 @@ class ShardedOptimizer(ShardedState):
             self._reducer.finish()
             self._unused.find_remote_grads(self._mains.values())
         for main in self._mains.values():
-            main.assign_grads(self.optimizer)
+            main.assign_grads(self.state)
         if self.grad_factor is not None:
             self.scale_grads(self.grad_factor)
 
     def _copy_edited_grads(self) -> None:
         """Copy gradients that a hook has replaced or set to ``None`` after the reduction."""
         for main in self._mains.values():
-            copy_edited_grads(main, self.optimizer)
+            copy_edited_grads(main, self.state)
 
     def gradients_of(self, wanted: Callable[[ParamSpec], bool]) -> list[tuple[str, Tensor]]:
         """Name and mean gradient ``[n]`` of every range that this rank holds; zeros where no backward has run.
@@ -351,7 +351,7 @@ class ShardedOptimizer(ShardedState):
     def refresh_params(self) -> None:
         """Set parameters from main values, on all ranks; after optimizer state was loaded."""
         for main in self._mains.values():
-            main.undo_split_all(self.optimizer)
+            main.undo_split_all(self.state)
         self.start_param_gather()
         self.finish_param_gather()
 
@@ -373,7 +373,7 @@ class ShardedOptimizer(ShardedState):
         self.copy_written_values()
         for _, slot in self._slots():
             slot.release()
-        self.optimizer.state.clear()
+        self.state.clear()
         self._mains.clear()
         self.buffers.clear()
         self._named.clear()

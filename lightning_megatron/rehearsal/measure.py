@@ -95,5 +95,5 @@ class StepMeasure(Callback):
             name(PARAMETERS, [buffer.params for buffer in sharded.buffers])
             name(GRADIENTS, [buffer.grads for buffer in sharded.buffers])
             name(MAIN_PARAMETERS, [main for main in mains if id(main.untyped_storage()) not in owned])
-            states = [v for state in sharded.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+            states = [v for state in sharded.state.values() for v in state.values() if isinstance(v, Tensor)]
             name(OPTIMIZER_STATE, states)

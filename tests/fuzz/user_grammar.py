@@ -277,7 +277,6 @@ KNOWN = rules(
             "batch=dataclass @mb2",
             "batch=ragged @mb2",
         ),
-        "a07 state between steps": ("cb-optimizer",),
         "a02 num_tokens of one's own": ("num-tokens",),
         "r18 batch_size in micro-batches": ("log=size @mb2",),
         "r22 logging behind the model's call": ("log=logger @pp2", "collect @pp2", "outputs @pp2"),

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_megatron.optim.buffers.main_values import MainValues
+from lightning_megatron.optim.buffers.main_values import MainValues, States
 from lightning_megatron.optim.buffers.slot import Slot
 
 _BLOCK = 1 << 18
@@ -19,7 +18,7 @@ _DEVICE_BLOCK = 1 << 24
 """Elements on an accelerator: few kernels, whose results, up to 9 bytes an element, are small beside the model."""
 
 
-def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:
+def copy_edited_grads(main: MainValues, states: States) -> None:
     """Copy gradients that were assigned or set to ``None`` after the reduction to the main parameters.
 
     Raises:
@@ -40,7 +39,7 @@ def copy_edited_grads(main: MainValues, optimizer: Optimizer) -> None:
         if main.bucket.sharded:
             raise_replaced_grad(slot)
         slot.assign(grad)
-    main.assign_grads(optimizer)
+    main.assign_grads(states)
 
 
 def raise_replaced_grad(slot: Slot) -> None:

@@ -7,18 +7,20 @@ and the optimizer itself skips the right ones. Splits are views: nothing is copi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_megatron.comm.collectives import all_gather
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.slot import OwnedParam, Slot
+
+States = MutableMapping[Any, dict[str, Any]]
+"""The optimizer's state by main parameter."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class MainValues:
 
     # Gradients
 
-    def assign_grads(self, optimizer: Optimizer) -> None:
+    def assign_grads(self, states: States) -> None:
         """Give every part its gradient in the bucket, or ``None``; split parts where only some parameters have one."""
-        self._split(optimizer, lambda slot: slot.has_grad)
+        self._split(states, lambda slot: slot.has_grad)
         for part in self.parts:
             if not (part.slots and part.slots[0].has_grad):
                 part.param.grad = None
@@ -127,35 +129,41 @@ class MainValues:
 
     # Splits
 
-    def _split(self, optimizer: Optimizer, key: Callable[[Slot], object]) -> None:
+    def _split(self, states: States, key: Callable[[Slot], object]) -> None:
         if all(len({key(slot) for slot in part.slots}) < 2 for part in self.parts):
             return
-        self.parts = [new for part in self.parts for new in self._split_part(optimizer, part, key)]
+        self.parts = [new for part in self.parts for new in self._split_part(states, part, key)]
 
-    def _split_part(self, optimizer: Optimizer, part: MainParam, key: Callable[[Slot], object]) -> list[MainParam]:
+    def _split_part(self, states: States, part: MainParam, key: Callable[[Slot], object]) -> list[MainParam]:
         runs = [tuple(run) for _, run in groupby(part.slots, key)]
         if len(runs) < 2:
             return [part]
         starts = [part.start, *(self.local_range(run[0]).start for run in runs[1:]), part.span.stop]
-        state = optimizer.state.pop(part.param, {})
+        state = states.pop(part.param, {})
         made = []
         for start, end, run in zip(starts, starts[1:], runs, strict=False):
             new = MainParam(nn.Parameter(self.flat[start:end]), start, run)
             here = slice(start - part.start, end - part.start)
             if state:
-                optimizer.state[new.param] = {
-                    name: value[here] if is_per_element(value, part.param) else _copy(value)
+                states[new.param] = {
+                    name: value[here] if is_per_element(value, part.param) else copy_of(value)
                     for name, value in state.items()
                 }
             made.append(new)
         return made
 
-    def split_all(self, optimizer: Optimizer) -> None:
-        """Split between all parameters, so that each can be loaded with a step count of its own."""
-        self._before_split = [(part, dict(optimizer.state.get(part.param, {}))) for part in self.parts]
-        self._split(optimizer, id)
+    def split_part(self, states: States, part: MainParam) -> list[MainParam]:
+        """Split one of the parts between its parameters, and return the new ones."""
+        made = self._split_part(states, part, id)
+        self.parts = [new for old in self.parts for new in (made if old is part else [old])]
+        return made
 
-    def undo_split_all(self, optimizer: Optimizer) -> None:
+    def split_all(self, states: States) -> None:
+        """Split between all parameters, so that each can be loaded with a step count of its own."""
+        self._before_split = [(part, dict(states.get(part.param, {}))) for part in self.parts]
+        self._split(states, id)
+
+    def undo_split_all(self, states: States) -> None:
         """Undo :meth:`split_all` where all pieces have the same shared state (the step count), or none has state."""
         whole, self._before_split = self._before_split, []
         if not whole:
@@ -163,15 +171,15 @@ class MainValues:
         parts = []
         for part, state in whole:
             split = [new for new in self.parts if set(new.slots) <= set(part.slots) and new.slots]
-            states = [optimizer.state.get(new.param, {}) for new in split]
-            shared = [_shared(kept, new.param) for kept, new in zip(states, split, strict=True)]
+            after = [states.get(new.param, {}) for new in split]
+            shared = [_shared(kept, new.param) for kept, new in zip(after, split, strict=True)]
             if len(split) < 2:
                 parts.append(part)
-            elif len(set(map(bool, states))) == 1 and all(_equal(one, shared[0]) for one in shared):
+            elif len(set(map(bool, after))) == 1 and all(have_equal_values(one, shared[0]) for one in shared):
                 for new in split:
-                    optimizer.state.pop(new.param, None)
-                if state and states[0]:
-                    optimizer.state[part.param] = {**state, **shared[0]}  # the rest was loaded through views
+                    states.pop(new.param, None)
+                if state and after[0]:
+                    states[part.param] = {**state, **shared[0]}  # the rest was loaded through views
                 parts.append(part)
             else:
                 parts += split
@@ -183,7 +191,8 @@ def is_per_element(value: object, main: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == main.shape
 
 
-def _copy(value: Any) -> Any:
+def copy_of(value: Any) -> Any:
+    """A copy of a tensor; any other value itself."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -191,5 +200,6 @@ def _shared(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not is_per_element(value, param)}
 
 
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def have_equal_values(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """True if two states have the same names and equal values."""
     return one.keys() == other.keys() and all(bool(torch.as_tensor(one[k] == other[k]).all()) for k in one)

@@ -103,7 +103,7 @@ def train(
                 value.detach().cpu().clone() if isinstance(value, Tensor) else value
                 for sharded in strategy.sharded_optimizers
                 for param in sharded.main_params
-                for value in sharded.optimizer.state[param].values()
+                for value in sharded.state[param].values()
             ]
 
     trainer.callbacks.append(Look())  # type: ignore[attr-defined]
