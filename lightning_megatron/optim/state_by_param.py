@@ -6,7 +6,7 @@ mapping that is built at its first use, of views of that state; so a step costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -179,14 +179,19 @@ class OptimizerState:
         """Replace the state by entries for the user's parameters, in their shapes."""
         parts = self._parts()
         ours = {part.param for _, part in parts} | {slot.owned.param for _, part in parts for slot in part.slots}
-        for key in [key for key in flat if key not in ours and key not in entries]:
-            del flat[key]
-        flat.update({key: value for key, value in entries.items() if key not in ours})
+        _replace_others(flat, entries, ours)
         for main, part in parts:
             given = {slot: entries.get(slot.owned.param) or {} for slot in part.slots}
             pieces = [part] if _is_uniform(part, flat.get(part.param) or {}, given) else main.split_part(flat, part)
             for piece in pieces:
                 _fill(flat, main, piece, given)
+
+
+def _replace_others(flat: MutableMapping[Any, State], entries: Mapping[Any, State], ours: Collection[Any]) -> None:
+    """Replace what belongs to no main parameter: to parameters that are not trained, or to the whole optimizer."""
+    for key in [key for key in flat if key not in ours]:
+        del flat[key]
+    flat.update({key: value for key, value in entries.items() if key not in ours})
 
 
 def _view(main: MainValues, part: MainParam, slot: Slot, value: Tensor) -> Tensor:

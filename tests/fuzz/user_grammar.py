@@ -249,6 +249,7 @@ SENSELESS = rules(
         "means over other weights than samples": ("loss=weighted @mb2", "num-tokens @mb2"),
         "gradients of micro-batches come one by one": ("grad-hook @mb2", "param-hook @mb2"),
         "values of one replica": ("log=rank0 @dp2", "log=logger @mb2", "log=float @mb2"),
+        "replicas share the state, and its use is refused by the parameter's name": ("cb-optimizer @dp2",),
         "a hook sees gradients of this rank alone": (
             *("cb-grads @dp2", "cb-grads @tp2", "cb-grads @pp2", "cb-grads @mb2", "grad-hook @tp2", "grad-hook @pp2"),
             "clip=own @dp2",

@@ -156,8 +156,7 @@ def regrouped(
     found: list[dict[str, Any]] = []
     notes: list[str] = []
     for number, names in enumerate(groups):
-        origins = sorted({home[name] for name in names if name in home})
-        origins = [number] if not names and number < len(saved) else origins
+        origins = _origins(number, names, home, len(saved))
         scalars: dict[str, Any] = {}
         for key in dict.fromkeys(key for origin in origins for key in saved[origin] if key != "params"):
             values = [saved[origin].get(key) for origin in origins]
@@ -170,6 +169,11 @@ def regrouped(
             notes.append(f"group {number} ({names[0]}, ...) is new: its settings stay")
         found.append(scalars)
     return found, notes
+
+
+def _origins(number: int, names: Sequence[str], home: Mapping[str, int], count: int) -> list[int]:
+    """Numbers of the saved groups, ``count`` of them, that had a group's parameters."""
+    return sorted({home[name] for name in names if name in home}) if names else list(range(count))[number:][:1]
 
 
 def _same(a: Any, b: Any) -> bool:
