@@ -60,6 +60,7 @@ class ShardedOptimizer(ShardedState):
             after the last forward (a number of tokens); ``None`` for no factor. Reset at the start of an accumulation.
         compare_values: True if a step searches for values written in place through ``param.data``, which costs some
             passes over them; other writes are detected for free.
+        grads_are_unscaled: True if the caller has taken a loss scale from the complete gradients; it sets this itself.
 
     Args:
         optimizer: a torch optimizer without state, over parameters of the model. It must be element-wise unless each
@@ -92,7 +93,7 @@ class ShardedOptimizer(ShardedState):
         self._mesh, self._config = mesh, config
         self._device = mesh.rng.device
         self.grad_factor: Tensor | None = None
-        self.compare_values = False
+        self.compare_values = self.grads_are_unscaled = False
         self._named = list(named_params)
         self._reduce_late = frozenset(reduce_late)
         self._assigned: set[int] = set()
@@ -165,6 +166,10 @@ class ShardedOptimizer(ShardedState):
         """
         return self._reducer.last_backward(last)
 
+    def hook_last(self, has_others: Callable[[Tensor], bool]) -> None:
+        """Let other hooks of parameters, where a function finds some, run before the gradients are sent."""
+        self._reducer.hook_last(has_others)
+
     @property
     def grads_are_complete(self) -> bool:
         """True if :meth:`finish_grad_sync` has run since gradients were last cleared or added to."""
@@ -216,7 +221,7 @@ class ShardedOptimizer(ShardedState):
             if shared and slot.is_replaced:
                 raise_replaced_grad(slot)
             slot.write_to_buffer(sent=shared and bucket.reduce_started)
-        self._reducer.complete = True
+        self._reducer.complete, self.grads_are_unscaled = True, False
         if any(slot.has_grad or bucket.axis.size > 1 for bucket, slot in self._slots()):
             self._reducer.finish()
             self._unused.find_remote_grads(self._mains.values())
@@ -224,6 +229,15 @@ class ShardedOptimizer(ShardedState):
             main.assign_grads(self.state)
         if self.grad_factor is not None:
             self.scale_grads(self.grad_factor)
+
+    def show_mean_grads(self) -> None:
+        """Let every ``param.grad`` be the mean over all data-parallel ranks, as under DDP; all ranks call this.
+
+        After :meth:`finish_grad_sync`. Hooks may then edit or replace it, on all ranks alike, until the step.
+        """
+        self._copy_edited_grads()
+        for bucket in self._mains:
+            bucket.show_grads()
 
     def _copy_edited_grads(self) -> None:
         """Copy gradients that a hook has replaced or set to ``None`` after the reduction."""
@@ -307,6 +321,7 @@ class ShardedOptimizer(ShardedState):
 
     def found_inf(self) -> bool:
         """True if any rank's gradient has an infinity or a NaN; equal on all ranks."""
+        self._copy_edited_grads()
         return any_nonfinite(self._grads(), self._mesh.world, self._device)
 
     # Parameters

@@ -251,8 +251,7 @@ SENSELESS = rules(
         "values of one replica": ("log=rank0 @dp2", "log=logger @mb2", "log=float @mb2"),
         "replicas share the state, and its use is refused by the parameter's name": ("cb-optimizer @dp2",),
         "a hook sees gradients of this rank alone": (
-            *("cb-grads @dp2", "cb-grads @tp2", "cb-grads @pp2", "cb-grads @mb2", "grad-hook @tp2", "grad-hook @pp2"),
-            "clip=own @dp2",
+            *("cb-grads @tp2", "cb-grads @pp2", "cb-grads @mb2", "grad-hook @tp2", "grad-hook @pp2"),
         ),
         "DDP does not average what was frozen when it began": ("unfreeze @dp2", "cb-unfreeze @dp2"),
         "DDP shuffles what one process does not": ("stop split",),
@@ -286,7 +285,6 @@ KNOWN = rules(
         "tied weights stand once in read_checkpoint": (
             *("net=tied loads-back", "net=t5 loads-back", "net=gpt2 loads-back"),
         ),
-        "gradients changed in on_after_backward, on replicas": ("grad-hook @dp2",),
         "a stop saves in front of the module's on_train_batch_end": tuple(
             f"stop={kind} {extra}" for kind in ("file", "signal") for extra in ("teacher", "own-state")
         ),

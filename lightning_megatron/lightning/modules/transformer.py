@@ -58,6 +58,7 @@ class TransformerModule(AdaptedModule):
         counts_tokens: True if the family can take the mean of the losses over tokens.
         extra_batch_keys: further keys of batches, which a subclass's own steps use. Other keys with a value per token
             are refused, since they would be ignored silently.
+        reads_parameters: False, since the hooks of this class read neither parameters nor gradients of a step.
 
     Args:
         config: name of a preset, a ``TransformerConfig``, or its fields as a mapping.
@@ -93,7 +94,7 @@ class TransformerModule(AdaptedModule):
 
     default_config: str
     config_class: type[TransformerConfig] = TransformerConfig
-    counts_tokens = False
+    counts_tokens = reads_parameters = False
     extra_batch_keys: Collection[str] = ()
     logged: Collection[str] = ("lr", "grad_norm")
     _outline: Outline | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -165,6 +165,7 @@ class OptimizerSet:
             keeper.begin_batch(may_differ)
         for sharded in self.sharded:
             sharded.add_new_params()
+            sharded.hook_last(has_hooks)
         self._open_places()
         if not first:
             if backward_is_ours:
@@ -274,9 +275,16 @@ class OptimizerSet:
                 stack.enter_context(sharded.last_backward(last))
             yield
 
-    def lightnings_backward(self) -> AbstractContextManager[None]:
-        """Context of the backward that Lightning runs; an overridden one may call ``torch.autograd.grad``."""
-        return self._mesh.weight_grads.accumulating(self._is_automatic and not self._differentiates_itself)
+    @contextmanager
+    def lightnings_backward(self, last: bool) -> Iterator[None]:
+        """Context of the backward that Lightning runs; the last of the step, or another one if not ``last``.
+
+        An overridden one may call ``torch.autograd.grad``, or change gradients before it returns. Under manual
+        optimization the last one of a step is not known. So both send gradients only afterwards.
+        """
+        is_plain = self._is_automatic and not self._differentiates_itself
+        with self.last_backward(last and is_plain), self._mesh.weight_grads.accumulating(is_plain):
+            yield
 
     def sum_tied(self) -> None:
         """Sum the gradients of parameters that several pipeline stages hold; after the last backward of a step."""

@@ -317,10 +317,12 @@ class MegatronPrecision(Precision):
 
     def _complete(self, sharded: ShardedOptimizer) -> None:
         """Reduce and unscale the gradients of a step, only once: manual optimization may clip before the step."""
-        if sharded.grads_are_complete:
+        if sharded.grads_are_complete and sharded.grads_are_unscaled:
             return
         self.last_grad_norm = None
-        sharded.finish_grad_sync()
+        if not sharded.grads_are_complete:
+            sharded.finish_grad_sync()
+        sharded.grads_are_unscaled = True
         if self._check is not None:
             self._check(sharded)
         if self.loss_scale is not None:

@@ -1,4 +1,4 @@
-"""Detection of callbacks and modules that read or write parameters between steps, while a gather may be running."""
+"""Detection of callbacks and modules that read or write parameters between steps, or gradients within one."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def watches_parameters(trainer: Trainer) -> bool:
     if not module.automatic_optimization or _may_read(module, LightningModule, _AROUND_STEPS):
         return True
     return any(_may_read(callback, Callback, _BETWEEN_STEPS) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def watches_gradients(trainer: Trainer, *hooks: str) -> bool:
+    """True if one of these hooks of the module or a callback may read or write gradients, by the same rule."""
+    callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    instances = ((trainer.lightning_module, LightningModule), *((callback, Callback) for callback in callbacks))
+    return any(_hook_may_read(instance, hook, base) for instance, base in instances for hook in hooks)
 
 
 def _may_read(instance: object, base: type, hooks: Sequence[str]) -> bool:

@@ -34,7 +34,7 @@ from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
 from lightning_megatron.lightning.strategy.start import OwnCallbacks, RankStart
-from lightning_megatron.lightning.strategy.trained_parameters import TrainedParameters
+from lightning_megatron.lightning.strategy.trained_parameters import HookGradients, TrainedParameters
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.dataloaders import share_randomness, shuffle_by_epoch, start_workers_safely
@@ -123,7 +123,7 @@ class StrategyHooks(ParallelStrategy):
         self._known_warnings.open(one_replica=self.mesh.layout.data_parallel_size == 1)
         self._batches = watch = BatchWatch(self.mesh)
         self._ranks.trials.begin(trainer, self.mesh)
-        self._own_callbacks.add(*self._record.begin(trainer))
+        self._own_callbacks.add(*self._record.begin(trainer), HookGradients(self._params))
         self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
         plugin, how = self.precision_plugin, (self.boundary, self._job.pipeline_schedule, self.micro_batch_size)
         self._engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)
@@ -322,16 +322,15 @@ class StrategyHooks(ParallelStrategy):
         """Run the backward, unless :meth:`training_step` has; the hooks are called in both cases."""
         module, optimizers = self._ranks.module, self._params.optimizers
         assert optimizers is not None
+        trials = self._ranks.trials  # during which nothing is sent before all ranks have the memory for it
+        self._params.backward_is_last = last = not (self._accumulating or trials.is_on)
         if self._backward_is_done:
             self._backward_is_done = False
             optimizers.show_grads()
             self.precision_plugin.pre_backward(closure_loss, module)
             return self.precision_plugin.post_backward(closure_loss, module)
         optimizers.begin_backward()
-        # Under manual optimization the last backward of a step is not known: all gradients are sent at the step.
-        trials = self._ranks.trials  # during which nothing is sent before all ranks have the memory for it
-        last = module.automatic_optimization and not self._accumulating and not trials.is_on
-        with trials.part(), optimizers.last_backward(last), optimizers.lightnings_backward():
+        with trials.part(), optimizers.lightnings_backward(last):
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         devices.mark_step(self.root_device)
         trials.agree()

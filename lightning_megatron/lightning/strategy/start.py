@@ -29,7 +29,7 @@ from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.strategy.kill_switch import KillSwitch
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord
-from lightning_megatron.lightning.strategy.trained_parameters import TrainedParameters
+from lightning_megatron.lightning.strategy.trained_parameters import HookGradients, TrainedParameters
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.accelerators import accelerator_problems
@@ -41,7 +41,10 @@ from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
-ORDER: tuple[type[Callback], ...] = (TrainingWatch, EvaluationWatch, Callback, KillSwitch, Checkpoint, HookMarks)
+ORDER: tuple[type[Callback], ...] = (
+    *(TrainingWatch, EvaluationWatch, HookGradients),
+    *(Callback, KillSwitch, Checkpoint, HookMarks),
+)
 """Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from lightning_megatron.lightning.run_state.buffers import BufferSync
 from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.step.precision import MegatronPrecision, PrecisionMode
-from lightning_megatron.lightning.step.watchers import watches_parameters
+from lightning_megatron.lightning.step.watchers import watches_gradients, watches_parameters
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.optim.kept_values import KeptModel, KeptValues
@@ -34,13 +34,14 @@ class TrainedParameters:
     Attributes:
         optimizers: optimizers on flat buffers; ``None`` before a fit.
         buffers: broadcasts of the module's buffers; ``None`` before a fit.
+        backward_is_last: True if the present backward completes the gradients of an optimizer step, as far as known.
     """
 
     def __init__(self, ranks: JobRanks) -> None:
         self._ranks, self._job = ranks, ranks.job
         self.optimizers: OptimizerSet | None = None
         self.buffers: BufferSync | None = None
-        self._holder, self._is_further_fit = Holder(), False
+        self._holder, self._is_further_fit, self.backward_is_last = Holder(), False, False
         self._narrow: torch.dtype | None = None  # dtype of parameters that hold their main values rounded
 
     @property
@@ -175,6 +176,40 @@ class TrainedParameters:
 
         world_size, num_nodes = self._ranks.strategy.world_size, self._ranks.num_nodes
         return Collectors(self._ranks.mesh, level, ranks_per_node or max(1, world_size // num_nodes))
+
+
+class HookGradients(Callback):
+    """Completes the reduction of gradients before other hooks run, so that none edits what is being sent.
+
+    ``MegatronStrategy`` adds this before the user's callbacks. Where optimizer state is sharded, the shares of the mean
+    are gathered for hooks that may read gradients; without such a hook nothing is gathered.
+    """
+
+    reads_parameters = False
+
+    def __init__(self, params: TrainedParameters) -> None:
+        self._params = params
+        self._after_backward = self._before_step = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look which hooks there are."""
+        self._after_backward = watches_gradients(trainer, "on_after_backward")
+        self._before_step = watches_gradients(trainer, "on_before_optimizer_step", "configure_gradient_clipping")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Complete the gradients; under manual optimization only for a hook, as the last backward is not known."""
+        if self._params.backward_is_last and (pl_module.automatic_optimization or self._after_backward):
+            for sharded in self._params.sharded:
+                if not sharded.grads_are_complete:
+                    sharded.finish_grad_sync()
+                if self._after_backward:
+                    sharded.show_mean_grads()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Show the unscaled gradients to hooks, and to the module's own clipping."""
+        for sharded in self._params.sharded if self._before_step else ():
+            if sharded.optimizer is optimizer:
+                sharded.show_mean_grads()
 
 
 def is_fitting(module: LightningModule) -> bool:

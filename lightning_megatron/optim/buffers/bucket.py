@@ -37,6 +37,7 @@ class Bucket:
         own_grads: this rank's view of ``grads``; the mean over the axis once a reduction is finished.
         reduce_started: True if the reduction has started in this step, so that no gradient may be added.
         is_mean: True if gradients have been reduced; none may be added before :meth:`undo_mean`.
+        is_whole: True if ``grads`` has the means of all ranks' shares, not only of this rank's.
 
     Args:
         shard: True if each rank owns one share, False if each owns all.
@@ -69,6 +70,7 @@ class Bucket:
         self.own_params = params[offset : offset + length]
         self.own_grads = grads[offset : offset + length]
         self.reduce_started = self.is_mean = False
+        self.is_whole = not self.sharded
         self._reducing: Pending | None = None
         self._gathering: Pending | None = None
 
@@ -79,7 +81,7 @@ class Bucket:
 
     def start_reduce(self, dtype: torch.dtype) -> None:
         """Begin to sum gradients over the axis in ``dtype``."""
-        self.reduce_started = True
+        self.reduce_started, self.is_whole = True, not self.sharded
         if self.axis.size == 1:
             return
         sent = self.grads.to(dtype)  # no copy if it has that dtype already
@@ -100,6 +102,17 @@ class Bucket:
             self.own_grads.div_(self._mean_over)
             self.is_mean = True
         self.reduce_started = False
+
+    def show_grads(self) -> None:
+        """Make ``param.grad`` the mean on every rank, after the reduction; all ranks of the axis call this."""
+        is_new = not self.is_whole
+        if self.sharded:
+            start_all_gather_in_place(self.grads, self.axis).wait()
+        self.is_whole = True
+        for slot in self.slots:
+            is_missing = is_new and slot.owned.param.requires_grad and not slot.has_grad
+            if slot.aliased and (slot.grad_is_remote or (is_missing and slot.grad.any())):
+                slot.show()
 
     def undo_mean(self) -> None:
         """Undo the averaging so that more gradients can be accumulated; reducing again gives the same mean."""

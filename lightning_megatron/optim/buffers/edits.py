@@ -22,7 +22,7 @@ def copy_edited_grads(main: MainValues, states: States) -> None:
     """Copy gradients that were assigned or set to ``None`` after the reduction to the main parameters.
 
     Raises:
-        RuntimeError: for an assigned gradient of which this rank holds only a shard of the mean.
+        RuntimeError: for an assigned gradient where ``param.grad`` has not shown the whole mean.
     """
     edited = [slot for slot in main.bucket.slots if slot.is_replaced or slot.is_cleared]
     if not edited:
@@ -36,19 +36,18 @@ def copy_edited_grads(main: MainValues, states: States) -> None:
         if grad is None:
             slot.has_grad = False
             continue
-        if main.bucket.sharded:
+        if not main.bucket.is_whole:
             raise_replaced_grad(slot)
         slot.assign(grad)
     main.assign_grads(states)
 
 
 def raise_replaced_grad(slot: Slot) -> None:
-    """Raise an error for a gradient that was replaced although other data-parallel ranks share its mean."""
+    """Raise an error for a gradient that was replaced where it is not the mean of all data-parallel ranks."""
     raise RuntimeError(
-        f"the gradient of {slot.owned.name!r} was replaced (param.grad = ...), but with several data-parallel ranks it "
-        "is this rank's part of the mean: edit it in place, element by element (param.grad.mul_(...)), or in a hook "
-        "on the parameter (param.register_hook); or set MegatronStrategy(distributed_optimizer=False) and replace it "
-        "in on_before_optimizer_step, where it is the mean"
+        f"the gradient of {slot.owned.name!r} was replaced (param.grad = ...) where it is not the mean over all "
+        "data-parallel ranks: replace it in on_after_backward or on_before_optimizer_step, where it is, or edit the "
+        "gradient of this rank in a hook on the parameter (param.register_hook)"
     )
 
 

@@ -21,6 +21,8 @@ from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.weight_grad_store import GradPlace
 
+_Hooked = tuple[nn.Parameter, Callable[[Tensor], None], RemovableHandle]
+
 
 class GradReducer:
     """Reduces buckets over data-parallel ranks while backward is still running.
@@ -51,7 +53,7 @@ class GradReducer:
         self._queue: list[Bucket] = []
         self._next = 0
         self._missing: dict[int, set[str]] | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[_Hooked] = []
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, in the order in which backward completes them; not during a backward."""
@@ -59,11 +61,16 @@ class GradReducer:
         self._buckets += buckets
         self._late += [b for b in buckets if b.key.grad_sum_over_tp or b.key.reduce_late]
         self._queue += [b for b in buckets if b not in self._late]
-        self._handles += [
-            slot.owned.param.register_post_accumulate_grad_hook(_grad_hook(WeakMethod(self._arrived), i, k))
-            for i, bucket in enumerate(buckets, first)
-            for k, slot in enumerate(bucket.slots)
-        ]
+        for i, bucket in enumerate(buckets, first):
+            for k, slot in enumerate(bucket.slots):
+                self._handles.append(_hooked(slot.owned.param, _grad_hook(WeakMethod(self._arrived), i, k)))
+
+    def hook_last(self, has_others: Callable[[Tensor], bool]) -> None:
+        """Let hooks that parameters have got besides ours run first, as they may change gradients that ours sends."""
+        for number, (param, hook, handle) in enumerate(self._handles):
+            if has_others(param):
+                handle.remove()
+                self._handles[number] = _hooked(param, hook)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for ``copy`` and ``pickle``, without the hooks of this process; a copy is for inspection only."""
@@ -195,7 +202,7 @@ class GradReducer:
     def close(self) -> None:
         """Remove the hooks."""
         self.reset()
-        for handle in self._handles:
+        for _, _, handle in self._handles:
             handle.remove()
         self._handles.clear()
 
@@ -326,6 +333,10 @@ class _Gate:
     def remove(self) -> None:
         """Remove the hook."""
         self._handle.remove()
+
+
+def _hooked(param: nn.Parameter, hook: Callable[[Tensor], None]) -> _Hooked:
+    return param, hook, param.register_post_accumulate_grad_hook(hook)
 
 
 def _grad_hook(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:

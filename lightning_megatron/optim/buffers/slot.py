@@ -196,6 +196,11 @@ class Slot:
         else:
             self.arrived = True
 
+    def show(self) -> None:
+        """Show in ``param.grad`` a mean gradient to which only other data-parallel ranks have contributed."""
+        self.has_grad, self.grad_is_remote = True, False
+        set_grad(self.owned.param, self.grad)
+
     def hide(self) -> None:
         """Show ``param.grad`` as ``None`` while Lightning clears the gradients of the step before."""
         if self.aliased and self.owned.param.grad is self.grad:

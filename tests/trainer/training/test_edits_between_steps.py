@@ -223,26 +223,37 @@ PLAIN = {"distributed_optimizer": False, "overlap_grad_reduce": False}
 
 @pytest.mark.parametrize("options", [{}, pytest.param(PLAIN, marks=pytest.mark.slow)], ids=str)
 def test_on_two_ranks(ranks: Ranks, options: dict[str, Any]) -> None:
-    kinds = ANYWHERE + ([ReplacesLate] if options else [])
+    kinds = ANYWHERE + WHERE_WHOLE
     kinds.remove(WithClosure)
     for found in ranks(2, on_ranks, kinds, options):
         for kind, weights in zip(kinds, found, strict=True):
             assert_close(weights, stock(kind), kind, rtol=1e-4)
 
 
-def refused_on_ranks() -> list[str]:
-    texts = []
-    for kind in (ReplacesGradients, ReplacesLate):
-        with pytest.raises(RuntimeError, match="replaced") as error:
-            train(kind, MegatronStrategy(), 2)
-        texts.append(str(error.value))
-    return texts
+class ReplacesInTheLoop(Net):
+    """Replaces gradients of a loop by hand before they are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.head.bias.grad = torch.ones_like(self.head.bias)
+        optimizer.step()
 
 
-def test_replaced_gradients_are_refused_where_they_are_shared_out(ranks: Ranks) -> None:
-    for text in (text for texts in ranks(2, refused_on_ranks) for text in texts):
+def refused_on_ranks() -> str:
+    with pytest.raises(RuntimeError, match="replaced") as error:
+        train(ReplacesInTheLoop, MegatronStrategy(), 2)
+    return str(error.value)
+
+
+def test_gradients_replaced_before_they_are_averaged_are_refused(ranks: Ranks) -> None:
+    for text in ranks(2, refused_on_ranks):
         assert "the gradient of 'head.bias' was replaced" in text
-        assert "distributed_optimizer=False" in text
+        assert "on_before_optimizer_step" in text
 
 
 class Widens(Net):
