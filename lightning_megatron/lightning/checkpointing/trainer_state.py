@@ -51,6 +51,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
     copies,
     edited_names,
     is_edited,
+    repeats,
     take_versions,
     version_state,
     with_repeats,
@@ -98,7 +99,7 @@ def save_trainer_checkpoint(
     every = {MODEL_STATE: tensors, **versions}
     trained = trained_version(every, module)
     edited = set().union(*all_gather_object(mesh, edited_names(every[trained], module)))
-    rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module)}
+    rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module), "repeats": repeats(module)}
     rest |= base_entry(module)
     kept = kept_names(module, without_repeats(tensors, module))
     state = model_state(kept, spec_registry(module), mesh, saving=True)

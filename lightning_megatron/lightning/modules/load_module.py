@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 from lightning.pytorch import LightningModule
 
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.formats.meta import refuse_other_writers
+from lightning_megatron.checkpoint.formats.meta import NOTE, refuse_other_writers
 from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.checkpoint.tensors.keys import model_name
 from lightning_megatron.lightning.modules.base_module import MegatronModule
@@ -99,4 +99,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     refuse_other_writers(path, opened.meta)
     names = {key: model_name(key) for key in tensors}
     weights = {name: tensors[key].materialize() for key, name in names.items() if name is not None}
+    repeats = opened.meta.get(NOTE, {}).get(
+        "repeats", {}
+    )  # a tied weight has all its names, as in a module's state_dict
+    weights |= {name: weights[first] for name, first in repeats.items() if first in weights}
     return {**opened.meta, "state_dict": weights}

@@ -19,10 +19,17 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import spec_registry
 
 
+def repeats(module: LightningModule) -> dict[str, str]:
+    """The later names of tied tensors, each with the first one, under which they are saved."""
+    live = module.state_dict(keep_vars=True)
+    first = {id(value): name for name, value in reversed(live.items())}
+    return {name: first[id(value)] for name, value in live.items() if first[id(value)] != name}
+
+
 def without_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:
     """Drop the later names of tied tensors, which are saved under the first."""
-    repeats = module.state_dict().keys() - local_tensors(module).keys()
-    return {name: value for name, value in tensors.items() if name not in repeats}
+    later = repeats(module)
+    return {name: value for name, value in tensors.items() if name not in later}
 
 
 def with_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:

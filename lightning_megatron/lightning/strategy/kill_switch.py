@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron.arguments import Check, at_least, checked
 from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.stopping.agreement import Agreement
 from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
 from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
@@ -62,8 +64,7 @@ class KillSwitch(Callback):
 
     Lightning's own signal handlers are replaced during a run: they communicate, or save, inside the handler, while
     other ranks may be in a collective. A handler of yours for SIGUSR1 or SIGINT is left in place; one for SIGTERM runs
-    after ours. Callbacks that come after this one have not seen the last batch when the checkpoint is written, so put
-    it after those that keep state of their own; Lightning's checkpoint callbacks come last by themselves.
+    after ours.
 
     Args:
         path: the file; ``None`` to listen to signals only.
@@ -100,12 +101,13 @@ class KillSwitch(Callback):
         self._told = 0
         self._saved: str | None = None
         self._linking: ModelCheckpoint | None = None
+        self._ended: tuple[dict[str, Any], Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """End the run if the file is there already."""
         self._signals.look()
         self.reason, self._told, self._file_is_there = None, 0, False
-        self._agreement = self._saved = None
+        self._agreement = self._saved = self._ended = None
         if stage != TrainerFn.FITTING:
             return
         found = trainer.is_global_zero and self.path is not None and self.path.exists()
@@ -145,7 +147,7 @@ class KillSwitch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """At the end of an optimizer step, agree; if any rank was told to stop, save."""
+        """At the end of an optimizer step, agree; if any rank was told to stop, note where the run is in its data."""
         # Not in the middle of an accumulation, whose gradients would be lost.
         if self._told or trainer.global_step == self._seen_step or self._agreement is None:
             return
@@ -153,7 +155,14 @@ class KillSwitch(Callback):
         self._signals.waits = True
         self._told = self._agreement.ask(self._own_word(trainer))
         if self._told:
-            self._save(trainer)
+            own = _checkpoints(trainer)
+            random = None if own is None else random_state(own.ranks.mesh.rng)
+            self._ended = deepcopy(trainer.fit_loop.state_dict()), random
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the progress at the end of the last batch, though the next one has been read since."""
+        if self._ended is not None:
+            checkpoint["loops"]["fit_loop"] = self._ended[0]
 
     def _own_word(self, trainer: Trainer) -> int:
         """This rank's number for the agreement; 0 if it was not told to stop."""
@@ -199,24 +208,35 @@ class KillSwitch(Callback):
         resumed_from = trainer.ckpt_path and os.path.abspath(trainer.ckpt_path)
         return None if before in ("", checkpoint) or os.path.abspath(before) == resumed_from else before
 
-    # Lightning logs a step after its last hook. So the run ends at the next hook, whichever of these that is.
+    # The module's own hook of a step runs after those of callbacks, and Lightning logs the step after that. So the run
+    # ends at the next hook, whichever of these that is.
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave ``fit`` if the ranks have agreed to stop."""
-        if self._told:
-            self._leave(trainer)
+        """Save and leave ``fit`` if the ranks have agreed to stop."""
+        self.end_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave ``fit`` if the ranks have agreed to stop."""
-        if self._told:
-            self._leave(trainer)
+        """Save and leave ``fit`` if the ranks have agreed to stop."""
+        self.end_step(trainer)
+
+    def end_step(self, trainer: Trainer) -> None:
+        """If the ranks have agreed to stop, save what all hooks of the last step have left, and leave ``fit``."""
+        if not self._told:
+            return
+        if trainer.validating:
+            self._leave_validation(trainer)
+        if self._ended is not None:
+            own, (_, random) = _checkpoints(trainer), self._ended
+            if own is not None:
+                restore_random_state(random, own.ranks.mesh.rng)
+            self._save(trainer)
+        self._leave(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave with a checkpoint that repeats this validation, or find out if ranks can agree during it."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
             return
-        if self._told:
-            self._leave_validation(trainer)
+        self.end_step(trainer)
         self._same_validation = _validates_alike(trainer)
 
     def on_validation_batch_start(
@@ -231,6 +251,7 @@ class KillSwitch(Callback):
                 self._leave_validation(trainer)
 
     def _leave_validation(self, trainer: Trainer) -> NoReturn:
+        self._ended = None
         validate_anew(trainer)
         if (own := _checkpoints(trainer)) is not None:
             own.randomness.rewind_validation()
@@ -244,8 +265,7 @@ class KillSwitch(Callback):
             self._signals.waits = False
             if self._told:
                 self._save(trainer)
-        if self._told:
-            self._leave(trainer)
+        self.end_step(trainer)
         if _checkpoints(trainer) is None:
             self.give_back()
 
@@ -269,6 +289,25 @@ class KillSwitch(Callback):
         # Lightning kills the whole job when a process that it has launched ends with anything else.
         is_launched = isinstance(environment, LightningEnvironment) and environment.local_rank() > 0
         return 0 if self._told & _FILE or is_launched else 128 + self._told % _REQUEUE
+
+
+class BeforeNextStep(Callback):
+    """Ends a run for a :class:`KillSwitch` before other callbacks begin a batch, a validation or an epoch's end."""
+
+    reads_parameters = False
+
+    def __init__(self, switch: KillSwitch) -> None:
+        self._switch = switch
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
+        self._switch.end_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
+        self._switch.end_step(trainer)
+
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._switch.end_step(trainer)
 
 
 def checkpoint_path(trainer: Trainer) -> str:

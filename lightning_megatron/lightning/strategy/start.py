@@ -26,7 +26,7 @@ from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPred
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
 from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
-from lightning_megatron.lightning.strategy.kill_switch import KillSwitch
+from lightning_megatron.lightning.strategy.kill_switch import BeforeNextStep, KillSwitch
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord
 from lightning_megatron.lightning.strategy.trained_parameters import HookGradients, TrainedParameters
@@ -42,7 +42,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 ORDER: tuple[type[Callback], ...] = (
-    *(TrainingWatch, EvaluationWatch, HookGradients),
+    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients),
     *(Callback, KillSwitch, Checkpoint, HookMarks),
 )
 """Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""
@@ -243,6 +243,7 @@ class OwnCallbacks:
         self._trainer = trainer
         if self._save_on_signal and not self._switches:
             self.add(KillSwitch(always_save=False))
+        self.add(*map(BeforeNextStep, self._switches))
 
     def add(self, *callbacks: Callback) -> None:
         """Insert callbacks into those of the Trainer, in :data:`ORDER`; no action without a Trainer."""

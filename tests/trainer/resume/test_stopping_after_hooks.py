@@ -1,0 +1,140 @@
+"""Runs that a KillSwitch stops, and that go on: every hook of every step has run once, as in a run without a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import KillSwitch, MegatronStrategy
+from lightning_megatron.testing.trainer import quiet_trainer
+
+BATCHES = 5
+
+
+class Student(LightningModule):
+    """A teacher follows the student at the end of each batch; the module counts batches, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
+        self.ended: list[int] = []
+        self.read: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.read.append(float(batch.sum()))
+        return (self.student(batch) - self.teacher(batch)).square().mean() + torch.rand(())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended.append(self.global_step)
+        for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            slow.data.lerp_(fast.data, 0.3)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ended"] = list(self.ended)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.ended = checkpoint["ended"]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.student.parameters(), lr=0.1)
+
+
+class Counts(Callback):
+    """Counts hooks, and keeps the counts in checkpoints; a resumed Lightning itself skips the end of a read epoch."""
+
+    def __init__(self) -> None:
+        self.counts = {"start": 0, "end": 0, "validation": 0}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counts["start"] += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts["end"] += 1
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.counts["validation"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counts = dict(state)
+
+
+class Asks(Callback):
+    """Makes the file for which the switch looks, during a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.path.touch()
+
+
+class Position(DataLoader[Any]):
+    """A loader that goes on where its state says."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows, batch_size=2)  # type: ignore[arg-type]
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        first = self.next = self.next % BATCHES
+        for number, batch in enumerate(super().__iter__()):
+            if number >= first:
+                self.next += 1
+                yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def train(folder: Path, stop: int | None = None, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
+    """What a run has left, and the batches that it read."""
+    rows = torch.randn(2 * BATCHES, 3, generator=torch.Generator().manual_seed(1))
+    counts, module, path = Counts(), Student(), folder / f"stop{stop}"
+    callbacks: list[Callback] = [KillSwitch(path, check_every=0.0), counts, ModelCheckpoint(folder, save_last=True)]
+    callbacks += [] if stop is None else [Asks(path, stop)]
+    chosen = {"max_epochs": 2, "enable_checkpointing": True, "limit_val_batches": 0, **options}
+    trainer = quiet_trainer(MegatronStrategy(), callbacks=callbacks, **chosen)
+    loaders = Position(rows), DataLoader[Any](rows, batch_size=4)  # type: ignore[arg-type]
+    if stop is None:
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    else:
+        with pytest.raises(SystemExit):
+            trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    weights = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    return {"weights": weights, "ended": module.ended, "counts": counts.counts, "read": module.read}
+
+
+@pytest.mark.parametrize("stop", [1, BATCHES - 2, 2 * BATCHES - 2], ids=["in mid-epoch", "epoch's end", "run's end"])
+def test_what_the_modules_hook_did_in_the_last_step_is_saved(tmp_path: Path, stop: int) -> None:
+    whole, first = train(tmp_path / "whole"), train(tmp_path, stop)
+    rest = train(tmp_path, ckpt_path=str(tmp_path / "last.ckpt"))
+    torch.testing.assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
+    assert rest["ended"] == whole["ended"]
+    assert first["read"] + rest["read"] == whole["read"]
+    assert rest["counts"] == whole["counts"]
+
+
+def test_a_validation_that_was_due_comes_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    whole = train(tmp_path / "whole", **options)
+    train(tmp_path, 0, **options)
+    rest = train(tmp_path, ckpt_path=str(tmp_path / "last.ckpt"), **options)
+    torch.testing.assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
+    assert (rest["ended"], rest["counts"]) == (whole["ended"], whole["counts"])
