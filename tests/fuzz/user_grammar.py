@@ -279,8 +279,7 @@ KNOWN = rules(
         ),
         "a02 num_tokens of one's own": ("num-tokens",),
         "r18 batch_size in micro-batches": ("log=size @mb2",),
-        "r22 logging behind the model's call": ("log=logger @pp2", "collect @pp2", "outputs @pp2"),
-        "cb-outputs in a pipeline": ("cb-outputs @pp2",),
+        "r22 logging behind the model's call": ("log=logger @pp2", "collect @pp2"),
         "EMA through bf16": ("cb-average precision",),
         "what a hook unfroze, after a resume": ("stop unfreeze",),
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.errors import DataError, Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 
 USED = ("tokens", "labels", "loss_mask", "position_ids", "segment_ids")
@@ -40,6 +40,25 @@ _MEANT_FOR_THE_MODEL: Mapping[str, str] = {
     "label_mask": "what each token weighs in the loss stands under 'loss_mask'",
     "loss_weights": "what each token weighs in the loss stands under 'loss_mask'",
 }
+
+
+def tokens_of(batch: Any) -> Tensor:
+    """Tokens ``[B, S]`` of a batch: itself, its entry ``"tokens"``, or any of its integers if all have one such shape.
+
+    Raises:
+        DataError: if the batch says no such shape.
+    """
+    if isinstance(batch, Mapping) and USED[0] in batch:
+        batch = batch[USED[0]]
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    found = [v for v in parts if isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point()]
+    if len({value.shape for value in found}) != 1:
+        raise DataError(
+            f"a pipeline stage must know the shape of the tokens, and a {type(batch).__name__} with integers [B, S] of "
+            f"{len({value.shape for value in found})} shapes does not say it: give batches as a dict with {USED[0]!r} "
+            "[B, S], or override hidden_shape(batch) in the module"
+        )
+    return found[0]
 
 
 def check_keys(

@@ -27,6 +27,7 @@ from lightning_megatron.lightning.build.unbuilt import Outline
 from lightning_megatron.lightning.compat._private import trainer_of
 from lightning_megatron.lightning.modules.adapted import AdaptedModule, AdaptersLike
 from lightning_megatron.lightning.modules.schedules import ModuleSchedules, samples_of_last_step
+from lightning_megatron.lightning.modules.text_batch import tokens_of
 from lightning_megatron.lightning.modules.token_mean import LossReduction
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
@@ -314,7 +315,7 @@ class TransformerModule(AdaptedModule):
 
     def hidden_shape(self, batch: Any) -> tuple[int, ...]:
         """``[S, B, H]``, or this rank's shard of it."""
-        return self._built().hidden_shape(batch["tokens"] if isinstance(batch, Mapping) else batch)
+        return self._built().hidden_shape(tokens_of(batch))
 
     def _built(self) -> StagedModel:
         if self._has_outline:

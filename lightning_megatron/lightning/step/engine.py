@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.lightning.step.grad_reduction import declared_batch_size
@@ -17,6 +18,7 @@ from lightning_megatron.lightning.step.micro_batches import split_batch
 from lightning_megatron.lightning.step.optimizers import OptimizerSet
 from lightning_megatron.lightning.step.per_token_loss import num_tokens_in, scale_with_tokens
 from lightning_megatron.lightning.step.stage_work import EvaluationWork, MicroBatches, TrainingWork
+from lightning_megatron.lightning.step.watchers import reads_outputs
 from lightning_megatron.lightning.streams.generators import kept_generators
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.pipeline.runtime import PipelineRuntime, evaluation_plan, training_plan
@@ -113,7 +115,13 @@ class StepEngine:
         if optimizers is not None:
             optimizers.sum_tied()
         self._metrics.step_is_over()
-        return work.output(self._logs.finish("training_step", work.logs, work.totals))
+        totals = self._logs.finish("training_step", work.logs, work.totals)
+        return work.output(totals, self._on_all_stages(work.extras) if reads_outputs(module.trainer) else work.extras)
+
+    def _on_all_stages(self, output: Any) -> Any:
+        """What the last stage of the pipeline has, without its graph."""
+        own = apply_to_collection(output, torch.Tensor, torch.Tensor.detach)
+        return broadcast_object(own, self._mesh.pp, self._mesh.pp.size - 1, self._device)
 
     def evaluate(
         self, module: LightningModule, name: str, micro_batches: MicroBatches, rest: tuple[Any, ...], broadcast: bool
@@ -128,4 +136,4 @@ class StepEngine:
             self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
         self._metrics.step_is_over()
         self._logs.finish(name, work.logs, [])
-        return broadcast_object(work.output(), axis, axis.size - 1, self._device) if broadcast else work.output()
+        return self._on_all_stages(work.output()) if broadcast else work.output()

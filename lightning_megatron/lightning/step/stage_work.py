@@ -162,16 +162,17 @@ class TrainingWork(_Work):
         tokens = [count for count in self._tokens if count is not None]
         return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
 
-    def output(self, totals: Sequence[Tensor]) -> Any:
-        """Output of one ``training_step`` on the whole batch, without its graph, from the last stage's totals.
+    @property
+    def extras(self) -> dict[str, Any] | None:
+        """Entries of a dict besides the loss and the number of tokens; ``None`` if the step returned no dict here."""
+        return join_outputs(self._outputs, self._weights) if self._outputs else None
 
-        Besides the loss and the number of tokens, entries of a dict exist on the last stage only.
-        """
+    def output(self, totals: Sequence[Tensor], extras: dict[str, Any] | None) -> Any:
+        """Output of one ``training_step`` on the whole batch, without its graph, from the last stage's parts."""
         if not totals:
             return None
         named = dict(zip(("loss", NUM_TOKENS), totals, strict=False))
-        extras = join_outputs(self._outputs, self._weights) if self._outputs else {}
-        return {**named, **extras} if self._outputs or len(totals) > 1 else totals[0]
+        return totals[0] if extras is None and len(totals) == 1 else {**named, **(extras or {})}
 
 
 class EvaluationWork(_Work):

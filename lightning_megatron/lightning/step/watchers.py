@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 _BETWEEN_STEPS = ("on_train_batch_end", "on_before_zero_grad", "on_train_batch_start")
 _AROUND_STEPS = (*_BETWEEN_STEPS, "optimizer_step")
+_OF_OTHERS = ("lightning", "lightning_megatron")
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")  # names: Lightning 2.5 has no WeightAveraging
 
 
@@ -29,6 +30,15 @@ def watches_gradients(trainer: Trainer, *hooks: str) -> bool:
     callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     instances = ((trainer.lightning_module, LightningModule), *((callback, Callback) for callback in callbacks))
     return any(_hook_may_read(instance, hook, base) for instance, base in instances for hook in hooks)
+
+
+def reads_outputs(trainer: Trainer) -> bool:
+    """True if the user's module or a callback of the user has the hook that gets what a step returned."""
+    hook = "on_train_batch_end"
+    return any(
+        hook in vars(each) or getattr(type(each), hook).__module__.partition(".")[0] not in _OF_OTHERS
+        for each in (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
+    )
 
 
 def _may_read(instance: object, base: type, hooks: Sequence[str]) -> bool:

@@ -209,12 +209,15 @@ class RunCheckpoints:
         pretrained.take_settings(module, checkpoint)
         follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
-        if self._params.sharded:  # in the middle of a run: a tuner restores the state at its start
+        if self._params.sharded and is_fitting(
+            module
+        ):  # in the middle of a run: a tuner restores the state at its start
             self._fill_optimizers(loaded)
             self.randomness.load(loaded.randomness)
             self.randomness.go_on()
         else:
             self._loaded = loaded
+            self._params.refresh_main()  # of an earlier fit, before an evaluation
         return checkpoint
 
     def _load_model(

@@ -52,8 +52,14 @@ class TrainedParameters:
     # Setup and release
 
     def release(self) -> None:
-        """Release flat buffers; before a new fit, also those of an earlier strategy that has trained the module."""
+        """Release flat buffers; before a new fit, also those of an earlier strategy that has trained the module.
+
+        An evaluation of the module that this strategy has trained leaves them: a later save has optimizer state.
+        """
         module = self._ranks.strategy.lightning_module
+        if module is not None and not is_fitting(module) and vars(module).get("_megatron_holder") is self._holder:
+            self.buffers = None
+            return
         if module is not None and is_fitting(module):
             earlier = vars(module).get("_megatron_holder")
             self._is_further_fit = isinstance(earlier, Holder)

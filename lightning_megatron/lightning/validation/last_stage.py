@@ -25,8 +25,8 @@ def warn_of_last_stage(module: LightningModule, stages: int) -> None:
         rank_zero_warn(
             f"pp={stages}: {type(module).__name__}.{', '.join(found)}: behind the model's call a step runs on the ranks"
             " of the last pipeline stage alone. What it gives to self.logger is not written; lists that it appends to"
-            " stay empty on other ranks, rank 0 among them; outputs hold the loss alone there. self.log reaches all"
-            " ranks, and so do predictions with broadcast_predictions=True"
+            " stay empty on other ranks, rank 0 among them. self.log reaches all ranks, and so does what training_step"
+            " returns, in on_train_batch_end; predictions do with broadcast_predictions=True"
         )
 
 
