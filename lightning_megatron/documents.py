@@ -8,7 +8,7 @@ spent on masked scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,14 +53,11 @@ class Documents:
     Attributes:
         spans: first token and end of each document, in order, for each sequence; other tokens are padding.
         length: number of tokens of a sequence.
-        present: bool ``[S, B]`` or a rank's shard of it, True for tokens that are no padding; ``None`` where the layers
-            need not know, as without padding.
         plans: cached token orders of attention, which all layers and recomputation share.
     """
 
     spans: tuple[tuple[Span, ...], ...]
     length: int
-    present: Tensor | None = None
     plans: dict[object, _Plan] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -102,15 +99,15 @@ class Documents:
 
     def together(self, places: int) -> Tensor:
         """``[B, S]`` bool on the host: True where the token ``places`` later belongs to the same document."""
-        found = torch.zeros(len(self.spans), self.length, dtype=torch.bool)
+        return torch.arange(places, self.length + places) < self.ends()
+
+    def ends(self) -> Tensor:
+        """``[B, S]`` on the host: the end of each token's document, 0 for padding."""
+        found = torch.zeros(len(self.spans), self.length, dtype=torch.int64)
         for row, spans in zip(found, self.spans, strict=True):
             for first, end in spans:
-                row[first : max(first, end - places)] = True
+                row[first:end] = end
         return found
-
-    def with_present(self, present: Tensor | None) -> Documents:
-        """A copy of these documents with another :attr:`present`."""
-        return replace(self, present=present)
 
     def meetings(self, queries: range, keys: range) -> Iterator[DocumentBlock]:
         """Causal blocks of the documents that have both queries and keys in these ranges of positions."""

@@ -9,12 +9,16 @@ the default generator there: only data and user code do, and these must draw the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_megatron import device as devices
+
+T = TypeVar("T")
 
 # 2718 is Megatron-LM's; all are far enough apart that no two coordinates of a real job share a seed.
 _OFFSETS = {"tensor": 2718, "context": 314, "stage": 57721}
@@ -35,6 +39,8 @@ class RNGStreams:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
         self.replaying = self._is_pipeline = False
+        self._records: list[list[Any]] = []  # results in the recomputed functions that now run, the outermost first
+        self._results: Iterator[Any] = iter(())  # those of the first run of the function that is now recomputed
         self._states: dict[str, torch.Tensor] = {}
 
     def seed(self, seed: int, *, tp_rank: int, pp_rank: int = 0, cp_rank: int = 0, pp_size: int = 1) -> None:
@@ -75,18 +81,50 @@ class RNGStreams:
         devices.set_rng_state(state["default"].cpu(), self.device)
         self._states |= {name: stream.cpu() for name, stream in state.items() if name != "default"}
 
+    @torch.compiler.disable  # a record differs from forward to forward, and each would be a graph of its own
+    def once(self, function: Callable[[], T]) -> T:
+        """Result of ``function``; where a forward is recomputed, the result that it had in the first run."""
+        result: T = next(self._results) if self.replaying else function()
+        for record in self._records:
+            record.append(result)
+        return result
+
     def replay_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` for ``torch.utils.checkpoint``: the recomputation draws what the first forward drew.
 
-        Torch rewinds the default generator itself, but not the others.
+        Torch rewinds the default generator itself, but not the others. A recomputed function has the results of
+        :meth:`once` from its own first run, in whatever order functions are recomputed.
         """
-        return nullcontext(), self._rewound(dict(self._states))
+        record: list[Any] = []
+        return self._recorded(record), _Repeatable(partial(self._rewound, dict(self._states), record))
 
     @contextmanager
-    def _rewound(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        before = self._states, self.replaying
-        self._states, self.replaying = states, True
+    def _recorded(self, record: list[Any]) -> Iterator[None]:
+        self._records.append(record)
         try:
             yield
         finally:
-            self._states, self.replaying = before
+            self._records.pop()
+
+    @contextmanager
+    def _rewound(self, states: dict[str, torch.Tensor], record: Sequence[Any]) -> Iterator[None]:
+        before = self._states, self.replaying, self._records, self._results
+        self._states, self.replaying, self._records, self._results = dict(states), True, [], iter(record)
+        try:
+            yield
+        finally:
+            self._states, self.replaying, self._records, self._results = before
+
+
+class _Repeatable(AbstractContextManager[None]):
+    """Context that is entered once for each backward through a retained graph."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._current = self._make()
+        self._current.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._current.__exit__(*error)

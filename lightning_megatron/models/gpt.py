@@ -29,6 +29,7 @@ from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.multi_token import NextTokenModule, later
 from lightning_megatron.models.stages import StagedModel, in_own_dtype, mean_weights
 from lightning_megatron.moe.aux_loss import attach_aux_loss
+from lightning_megatron.moe.tokens import RoutedTokens, up_to_the_last
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.stage import BackwardScale, StageLayers
@@ -99,13 +100,14 @@ class GPTModel(StagedModel):
             # Decoding grows keys and values with every token: each length would compile another graph.
             with without_graphs(self.layers.values()) if caches else nullcontext():
                 return self._logits(tokens, position_ids, caches, documents)
-        hidden, aux_losses = self._stream(tokens, position_ids, caches, documents)
+        routed = self._routed(tokens, documents, kept_tokens(labels, loss_mask), gives_loss=True)
+        hidden, aux_losses = self._stream(tokens, position_ids, caches, documents, routed)
         if not (self.mtp and self.training):
             return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
         assert self.head is not None
         normed = self.head.norm(hidden)
         loss = self._mean_loss(normed, labels, loss_mask, is_normed=True)
-        given = tokens, labels, loss_mask, position_ids, documents
+        given = tokens, labels, loss_mask, position_ids, documents, routed
         return _with_aux_losses(loss, aux_losses + self._further_losses(normed, *given))
 
     def _further_losses(
@@ -116,6 +118,7 @@ class GPTModel(StagedModel):
         loss_mask: Tensor | None,
         position_ids: Tensor | None,
         documents: Documents | None,
+        routed: RoutedTokens | None,
     ) -> list[Tensor]:
         """Losses of the modules that predict further tokens, weighted, and those of their experts.
 
@@ -124,7 +127,6 @@ class GPTModel(StagedModel):
         """
         assert self.embedding is not None
         losses, of_experts = [], []
-        here = self._on_rank(documents, tokens.device)
         (group,) = self.recompute.groups((0,))
         for places, module in enumerate(self.mtp, 1):
             inputs = shard_inputs(later(tokens, places, 0, documents), position_ids, self._sharding)
@@ -132,9 +134,9 @@ class GPTModel(StagedModel):
             table = self._rotary_tables(inputs, hidden)[self._mtp_rotary]
             if group.recomputed:
                 how: dict[str, Any] = {"rng": self.rng, "shard_over": self._shard_saved_over}
-                hidden, aux = recomputed(module, hidden, embedded, table, here, **how)
+                hidden, aux = recomputed(module, hidden, embedded, table, documents, routed, **how)
             else:
-                hidden, aux = module(hidden, embedded, table, here)
+                hidden, aux = module(hidden, embedded, table, documents, routed)
             of_experts += aux
             mask = None if loss_mask is None else later(loss_mask, places, 0, documents)
             further = later(labels, places, IGNORE_INDEX, documents)
@@ -151,7 +153,8 @@ class GPTModel(StagedModel):
         documents: Documents | None,
     ) -> Tensor:
         length = tokens.shape[1]
-        hidden, _ = self._stream(tokens, position_ids, caches, documents)
+        routed = self._routed(tokens, documents)
+        hidden, _ = self._stream(tokens, position_ids, caches, documents, routed)
         assert self.head is not None
         keep = slice(length - 1, length) if caches else slice(None)
         logits = self.head(hidden, self.tied_weight, keep=keep)  # [S/cp, B, V]
@@ -164,6 +167,7 @@ class GPTModel(StagedModel):
         position_ids: Tensor | None = None,
         scale: BackwardScale | None = None,
         documents: Documents | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """Hidden states before the output layer, whole on every rank; on an earlier stage, the end of the step.
 
@@ -175,12 +179,14 @@ class GPTModel(StagedModel):
             position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, restarting in each document.
             scale: factor of the caller's loss in backward, applied to the experts' losses too; ``None`` for 1.
             documents: documents; attention stays inside each. ``None`` for whole sequences.
+            kept: bool ``[B, S]``, tokens with a loss; routers count no later ones. ``None`` for all.
 
         Returns:
             ``[B, S, H]``, after the final norm.
         """
         position_ids = _places(position_ids, documents, tokens.device)
-        stream, aux_losses = self._stream(tokens, position_ids, None, documents)
+        routed = self._routed(tokens, documents, kept)
+        stream, aux_losses = self._stream(tokens, position_ids, None, documents, routed)
         assert self.head is not None
         whole = self._sharding.gather(self.head.final(stream), tokens.shape[1]).transpose(0, 1)  # [B, S, H]
         return _with_aux_losses(whole, aux_losses, scale or BackwardScale())
@@ -216,6 +222,7 @@ class GPTModel(StagedModel):
         position_ids: Tensor | None,
         caches: Sequence[KVCache] | None,
         documents: Documents | None,
+        routed: RoutedTokens | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """This rank's shard of the residual stream after the last block, and the losses of experts.
 
@@ -232,8 +239,8 @@ class GPTModel(StagedModel):
         self._refresh()
         inputs = shard_inputs(tokens, position_ids, self._sharding, first)
         hidden = self._stage_input(stage, inputs)  # [S/cp, B, H], under sequence parallelism [S/(cp tp), B, H]
-        tables, here = self._rotary_tables(inputs, hidden), self._on_rank(documents, tokens.device)
-        hidden, aux_losses = self._run_layers(stage.layers, hidden, tables, caches, here)
+        tables = self._rotary_tables(inputs, hidden)
+        hidden, aux_losses = self._run_layers(stage.layers, hidden, tables, caches, documents, routed)
         for cache in caches or ():
             cache.truncate(first + length)
         if not stage.has_loss:
@@ -241,14 +248,30 @@ class GPTModel(StagedModel):
             self._boundary.leave(_with_aux_losses(hidden, aux_losses, self._boundary.loss_scale))
         return hidden, aux_losses
 
-    def _on_rank(self, documents: Documents | None, device: torch.device) -> Documents | None:
-        """The documents, with a mask of this rank's tokens that are no padding, if routers need it."""
-        config = self.config
-        is_global = config.moe_load_balancing == "global_aux_loss"  # other replicas may have padding
-        if documents is None or not config.num_experts or not (documents.has_padding or is_global):
-            return documents
-        present = self._sharding.shard(documents.tokens().to(device, non_blocking=True), 1).t()  # [S/cp, B]
-        return documents.with_present(local_shard(present, self.axis) if self.sequence_parallel else present)
+    def _routed(
+        self, tokens: Tensor, documents: Documents | None, kept: Tensor | None = None, *, gives_loss: bool = False
+    ) -> RoutedTokens | None:
+        """This rank's tokens that visit experts, and those that routers count; ``None`` for all.
+
+        Args:
+            tokens: ``[B, S]``.
+            documents: documents; padding between them visits no expert.
+            kept: bool ``[B, S]``, tokens with a loss; no later ones count. ``None`` for all.
+            gives_loss: True if the caller gets nothing but the loss, so that what does not count need not be computed.
+        """
+        has_padding = documents is not None and documents.has_padding
+        if not self.config.num_experts or (kept is None and not has_padding):
+            return None
+        ends = None if documents is None else documents.ends().to(tokens.device, non_blocking=True)
+        present = torch.ones_like(tokens, dtype=torch.bool) if ends is None else ends > 0
+        counted = present if kept is None else up_to_the_last(kept, ends)
+        visiting = self._own_tokens(counted if gives_loss else present)
+        return RoutedTokens(visiting, self._own_tokens(counted), counted.sum(1))
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        """``[B, S]`` of all tokens to ``[S, B]`` of this rank's."""
+        own = self._sharding.shard(x, 1).t()  # [S/cp, B]
+        return local_shard(own, self.axis) if self.sequence_parallel else own
 
     def _document_problems(self, documents: Documents | None, *, decodes: bool) -> list[Problem]:
         """Faults of documents: combined with caches, or too long for angles that all documents share."""
@@ -310,12 +333,13 @@ class GPTModel(StagedModel):
         rotary: RotaryTables,
         caches: Sequence[KVCache] | None,
         documents: Documents | None,
+        routed: RoutedTokens | None,
     ) -> tuple[Tensor, list[Tensor]]:
         """The stage's layers, in the groups of the recomputation plan."""
         plan = NO_RECOMPUTE if caches else self.recompute  # recomputation would append to the caches twice
         aux_losses: list[Tensor] = []
         for group in plan.groups(layers):
-            inputs = hidden, rotary, group.layers, caches, documents
+            inputs = hidden, rotary, group.layers, caches, documents, routed
             if group.recomputed:
                 hidden, aux = recomputed(self._run_group, *inputs, rng=self.rng, shard_over=self._shard_saved_over)
             else:
@@ -330,11 +354,12 @@ class GPTModel(StagedModel):
         layers: Sequence[int],
         caches: Sequence[KVCache] | None,
         documents: Documents | None,
+        routed: RoutedTokens | None,
     ) -> tuple[Tensor, list[Tensor]]:
         aux_losses = []
         for i, number in enumerate(layers):
             table = rotary[self._rotary_of[number]]
-            more = {} if documents is None else {"documents": documents}
+            more = {name: x for name, x in (("documents", documents), ("routed", routed)) if x is not None}
             hidden, aux_loss = self.layers[str(number)](hidden, table, caches[i] if caches else None, **more)
             if aux_loss is not None:
                 aux_losses.append(aux_loss)
@@ -365,6 +390,13 @@ class GPTModel(StagedModel):
         state = {"is_final": is_final, "is_normed": is_normed}
         part = self.head(hidden, self.tied_weight, labels=labels.t(), token_weights=weights.t(), **state)
         return reduce_from_region(copy_to_region(part, self._sharding.axis), self._sharding.axis)
+
+
+def kept_tokens(labels: Tensor | None, loss_mask: Tensor | None) -> Tensor | None:
+    """Tokens with a loss, bool ``[B, S]``, by the mask where there is one; ``None`` if nothing says it."""
+    if loss_mask is not None:
+        return loss_mask != 0
+    return None if labels is None else labels != IGNORE_INDEX
 
 
 def _places(position_ids: Tensor | None, documents: Documents | None, device: torch.device) -> Tensor | None:

@@ -20,6 +20,7 @@ from lightning_megatron.layers.norm import model_norm
 from lightning_megatron.layers.whole_linear import WholeLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.transformer import Block
+from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 
 
@@ -61,6 +62,7 @@ class NextTokenModule(nn.Module):
         embedded: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         documents: Documents | None = None,
+        routed: RoutedTokens | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """``[S, B, H], [S, B, H] -> [S, B, H]``, or shards of them.
 
@@ -69,12 +71,13 @@ class NextTokenModule(nn.Module):
             embedded: embedded tokens, shifted by ``k`` places for module ``k``.
             rotary: cosines and sines of the positions.
             documents: documents; attention stays inside each. ``None`` for whole sequences.
+            routed: tokens that routers send to experts, and count; ``None`` for all.
 
         Returns:
             Hidden states after this module's norm, and the losses of its experts.
         """
         both = torch.cat((self.token_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        out, aux_loss = self.block(self.projection(both), rotary, documents=documents)
+        out, aux_loss = self.block(self.projection(both), rotary, documents=documents, routed=routed)
         return self.norm(out), [] if aux_loss is None else [aux_loss]
 
 

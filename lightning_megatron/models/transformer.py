@@ -30,6 +30,7 @@ from lightning_megatron.layers.norm import model_norm
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import CompilablePart
 from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.ops.activation import activation_of
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
@@ -99,6 +100,7 @@ class Block(CompilablePart):
         cache: KVCache | None = None,
         key_mask: Tensor | None = None,
         documents: Documents | None = None,
+        routed: RoutedTokens | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]`` (``[S/tp, B, H]`` under sequence parallelism).
 
@@ -108,6 +110,7 @@ class Block(CompilablePart):
             cache: keys and values of earlier tokens.
             key_mask: ``[B, T]``, True for the tokens that are seen; ``None`` for all.
             documents: documents; attention stays inside each. ``None`` for whole sequences.
+            routed: tokens that routers send to experts, and count; ``None`` for all.
 
         Returns:
             The residual stream, and the auxiliary loss of its experts, if any.
@@ -116,7 +119,7 @@ class Block(CompilablePart):
         is_pure = self.attention.is_pure("attention")
         inputs = x, rotary, cache, key_mask, documents
         x = x + self.dropout(run_part(plan, "attention", self._attend, *inputs, rng=self.rng, is_pure=is_pure))
-        fed = (x,) if documents is None or documents.present is None else (x, documents.present)
+        fed = (x,) if routed is None else (x, routed)
         out, aux_loss = run_part(plan, "mlp", self._feed, *fed, rng=self.rng, is_pure=self._feeds_purely)
         return x + self.dropout(out), aux_loss
 
@@ -132,10 +135,10 @@ class Block(CompilablePart):
         out: Tensor = self.attention_post_norm(attended)
         return out
 
-    def _feed(self, x: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def _feed(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
         h = self.mlp_norm(x)
-        is_routed = isinstance(self.mlp, MoELayer) and present is not None
-        result: Tensor | tuple[Tensor, Tensor | None] = self.mlp(h, present) if is_routed else self.mlp(h)
+        is_routed = isinstance(self.mlp, MoELayer) and routed is not None
+        result: Tensor | tuple[Tensor, Tensor | None] = self.mlp(h, routed) if is_routed else self.mlp(h)
         out, aux_loss = result if isinstance(result, tuple) else (result, None)
         return self.mlp_post_norm(out), aux_loss
 

@@ -24,7 +24,7 @@ def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int | Tenso
     """This rank's part of ``E sum_e(count_e sum_t p_te) / (k T^2)``; 1 where the load is even.
 
     Switch Transformer's loss (https://arxiv.org/abs/2101.03961, equation 4) for ``k`` choices, as in Megatron-LM. With
-    leading dimensions, the mean over them (one loss a sequence).
+    leading dimensions (one loss a sequence), the mean over those that have tokens.
 
     Args:
         probs: ``[..., T, E]`` of this rank's tokens, over all experts.
@@ -34,21 +34,22 @@ def load_balancing_loss(probs: Tensor, counts: Tensor, total_tokens: int | Tenso
     """
     num_experts = probs.shape[-1]
     load = (counts.to(probs.dtype) * probs.sum(-2)).sum(-1)
-    if isinstance(total_tokens, Tensor):
-        return (load / total_tokens.to(load.dtype).square()).mean() * (num_experts / topk)
-    return load.mean() * (num_experts / (topk * float(total_tokens) ** 2))
+    tokens = torch.as_tensor(total_tokens, device=load.device)
+    losses = load / tokens.to(load.dtype).square().clamp(min=1)
+    return losses.sum() / (tokens > 0).expand_as(losses).sum().clamp(min=1) * (num_experts / topk)
 
 
-def z_loss(logits: Tensor, total_tokens: int | Tensor, present: Tensor | None = None) -> Tensor:
+def z_loss(logits: Tensor, total_tokens: int | Tensor, counted: Tensor | None = None) -> Tensor:
     """This rank's part of the mean over all tokens of ``logsumexp(logits)^2`` (https://arxiv.org/abs/2202.08906).
 
     Args:
         logits: ``[..., E]`` of this rank's tokens.
-        total_tokens: number of tokens of the mean.
-        present: bool ``[...]``, False for tokens that do not count; ``None`` if all do.
+        total_tokens: number of tokens of the mean; with 0 the loss is 0.
+        counted: bool ``[...]``, False for tokens that do not count; ``None`` if all do.
     """
     squares = logits.logsumexp(-1).square()
-    return (squares if present is None else squares * present).sum() / total_tokens
+    total = torch.as_tensor(total_tokens, device=logits.device).clamp(min=1)
+    return (squares if counted is None else squares * counted).sum() / total
 
 
 class _Attach(torch.autograd.Function):

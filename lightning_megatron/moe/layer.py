@@ -18,6 +18,7 @@ from lightning_megatron.moe.capacity_bins import CapacityBins
 from lightning_megatron.moe.dispatch import ExpertGrid, allgather, alltoall, padded_alltoall
 from lightning_megatron.moe.experts import RoutedExperts
 from lightning_megatron.moe.router import Router
+from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.ops.activation import activation_of
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import recomputed
@@ -80,13 +81,14 @@ class MoELayer(nn.Module):
         """True if every rank gets all tokens, and False if each token is sent to the ranks of its experts."""
         return self.config.moe_dynamic or self.config.moe_token_dispatcher == "allgather"
 
-    def forward(self, x: Tensor, present: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none).
 
         Args:
-            present: bool ``[S, B]``, False for padding, which visits no routed expert; ``None`` for none.
+            x: tokens, or this rank's shard of them.
+            routed: tokens that are no padding, which visits no routed expert; ``None`` for all.
         """
-        experts, weights, aux_loss = self.router(x, present)
+        experts, weights, aux_loss = self.router(x, routed)
         out = (self._compute_outside_of_graphs if self._reads_counts else self._compute)(x, experts, weights)
         return out if self.shared is None else out + self.shared(x), aux_loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 import torch
@@ -41,28 +40,19 @@ class BatchMean:
         """Start a new batch."""
         self._sum: Tensor | None = None
         self._micro_batches = 0
-        self._means: deque[Tensor] = deque()
 
     def mean_with(self, counts: Tensor) -> Tensor:
         """Mean ``[E]``, fp32, with the counts of the next micro-batch, over all ranks."""
         self._sum = counts if self._sum is None else self._sum + counts
         self._micro_batches += 1
-        self._means.append(self._sum.float() / self._micro_batches)
-        return self._means[-1]
-
-    def replayed_mean(self) -> Tensor:
-        """Result of :meth:`mean_with` in the first forward of the micro-batch that is now recomputed.
-
-        Every schedule recomputes micro-batches in the order of their forwards.
-        """
-        return self._means.popleft()
+        return self._sum.float() / self._micro_batches
 
 
 class ExpertLoad:
     """Load of one router on one rank; it is not part of the model's state.
 
     Attributes:
-        step: counts since the last optimizer step.
+        step: counts of the forwards that trained the router since its last optimizer step.
         batch: mean counts of the current batch, over all ranks.
     """
 
@@ -73,14 +63,18 @@ class ExpertLoad:
         self._losses: dict[str, Tensor] = {}
         self._forwards = CountSum(1)  # an int would be a constant of a compiled graph: a new graph for each forward
 
-    def add_counts(self, counts: Tensor) -> None:
-        """Add the ``[E]`` counts of a micro-batch."""
-        self._window.add(counts)
-        self.step.add(counts)
-        self._forwards.add(torch.ones(1, dtype=counts.dtype, device=counts.device))
+    def add(self, counts: Tensor, losses: Mapping[str, Tensor], *, trains: bool) -> None:
+        """Add a forward in training.
 
-    def add_losses(self, losses: Mapping[str, Tensor]) -> None:
-        """Add this rank's parts of the losses of a micro-batch, by name."""
+        Args:
+            counts: ``[E]`` choices of this rank's tokens.
+            losses: this rank's parts of the losses, by name.
+            trains: True if the forward trains the router; a frozen one must not follow its load.
+        """
+        self._window.add(counts)
+        if trains:
+            self.step.add(counts)
+        self._forwards.add(torch.ones(1, dtype=counts.dtype, device=counts.device))
         for name, value in losses.items():
             self._losses[name] = self._losses.get(name, 0.0) + value.detach()
 

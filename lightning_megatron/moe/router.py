@@ -17,6 +17,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.capacity import drop_overflow
 from lightning_megatron.moe.load_stats import ExpertLoad
+from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.params import ParamSpec
 
 
@@ -83,13 +84,12 @@ class Router(nn.Module):
         }
         return found | ({"expert_bias": ParamSpec(self._shape[:1], decay=False)} if self.config.has_expert_bias else {})
 
-    def forward(self, x: Tensor, present: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, tokens: RoutedTokens | None = None) -> Routing:
         """Route tokens ``[S, B, H]``.
 
         Args:
             x: tokens.
-            present: bool ``[S, B]``, False for padding, which visits no expert and counts neither in the losses nor in
-                the load; ``None`` for no padding.
+            tokens: those that are no padding; ``None`` for all.
         """
         c, learns = self.config, self.training and torch.is_grad_enabled()
         if learns and c.moe_input_jitter_eps:
@@ -97,11 +97,9 @@ class Router(nn.Module):
                 x = x * torch.empty_like(x).uniform_(1 - c.moe_input_jitter_eps, 1 + c.moe_input_jitter_eps)
         logits = F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         experts, weights, probs = self._choose(logits)
-        if present is not None:
-            experts = experts.masked_fill(~present.unsqueeze(-1), c.num_experts)
-        aux = self._aux_loss(logits, probs, experts, present) if learns else None
-        if learns and not self.mesh.rng.replaying:
-            self.load.add_counts(count_tokens(experts.flatten(0, 1), c.num_experts))
+        aux = self._aux_loss(logits, probs, experts, tokens) if learns else None
+        if tokens is not None:
+            experts = experts.masked_fill(~tokens.present.unsqueeze(-1), c.num_experts)
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
         if c.moe_capacity_factor:
             capacity = expert_capacity(experts.shape[0], c.moe_router_topk, c.num_experts, c.moe_capacity_factor)
@@ -138,46 +136,35 @@ class Router(nn.Module):
         outside.scatter_(-1, worth.topk(c.moe_router_group_topk, dim=-1).indices, False)
         return groups.masked_fill(outside.unsqueeze(-1), float("-inf")).flatten(-2)
 
-    def _aux_loss(self, logits: Tensor, probs: Tensor, experts: Tensor, present: Tensor | None) -> Tensor | None:
+    def _aux_loss(self, logits: Tensor, probs: Tensor, experts: Tensor, tokens: RoutedTokens | None) -> Tensor | None:
+        """Auxiliary loss of a forward, with its statistics added to the load."""
         c, mesh = self.config, self.mesh
-        tokens: int | Tensor = logits.shape[0] * logits.shape[1] * mesh.tp_cp.size
-        if present is not None:
-            tokens = all_reduce(present.sum(), mesh.tp_cp).clamp_(min=1)
-            probs = probs * present.unsqueeze(-1)
+        _, counted, lengths = RoutedTokens.whole(logits, mesh.tp_cp.size) if tokens is None else tokens
+        experts = experts.masked_fill(~counted.unsqueeze(-1), c.num_experts)
+        counts = count_tokens(experts.flatten(0, 1), c.num_experts)
         terms: dict[str, Tensor] = {}
         if c.moe_aux_loss_coeff and c.moe_load_balancing != "none":
-            terms["load_balancing_loss"] = c.moe_aux_loss_coeff * self._balance(probs, experts, tokens, present)
+            balance = self._balance(probs * counted.unsqueeze(-1), experts, counts, lengths)
+            terms["load_balancing_loss"] = c.moe_aux_loss_coeff * balance
         if c.moe_z_loss_coeff:
-            terms["z_loss"] = c.moe_z_loss_coeff * z_loss(logits, tokens, present)
-        if not terms:
-            return None
+            terms["z_loss"] = c.moe_z_loss_coeff * z_loss(logits, lengths.sum(), counted)
         if not mesh.rng.replaying:
-            self.load.add_losses(terms)
+            self.load.add(counts, terms, trains=self.weight.requires_grad)
         # Gradients are summed over tp and averaged over dp and cp: a sum over cp must be multiplied by cp.
-        return torch.stack(list(terms.values())).sum() * mesh.cp.size
+        return torch.stack(list(terms.values())).sum() * mesh.cp.size if terms else None
 
-    def _balance(self, probs: Tensor, experts: Tensor, tokens: int | Tensor, present: Tensor | None) -> Tensor:
+    def _balance(self, probs: Tensor, experts: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
         c, mesh = self.config, self.mesh
         if c.moe_load_balancing == "seq_aux_loss":
-            by_sequence = experts.transpose(0, 1)  # [B, S, k]
-            counts = all_reduce(count_tokens(by_sequence, c.num_experts), mesh.tp_cp)
-            length: int | Tensor = probs.shape[0] * mesh.tp_cp.size
-            if present is not None:
-                length = all_reduce(present.sum(0), mesh.tp_cp).clamp_(min=1)
-            return load_balancing_loss(probs.transpose(0, 1), counts, length, c.moe_router_topk)
-        counts = count_tokens(experts.flatten(0, 1), c.num_experts)
+            by_sequence = all_reduce(count_tokens(experts.transpose(0, 1), c.num_experts), mesh.tp_cp)  # [B, E]
+            return load_balancing_loss(probs.transpose(0, 1), by_sequence, lengths, c.moe_router_topk)
         if c.moe_load_balancing == "aux_loss":
-            counts = all_reduce(counts, mesh.tp_cp)
-            return load_balancing_loss(probs.flatten(0, 1), counts, tokens, c.moe_router_topk)
-        # Counts of all replicas, averaged over the batch's micro-batches so far. T is that of one micro-batch;
-        # with padding, which differs between replicas, it follows from these mean counts.
-        if mesh.rng.replaying:
-            mean = self.load.batch.replayed_mean()
-        else:
-            mean = self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp))
-        replicas = mesh.dp.size
-        of_all = tokens * replicas if present is None else (mean.sum() / c.moe_router_topk).clamp(min=1)
-        return load_balancing_loss(probs.flatten(0, 1), mean, of_all, c.moe_router_topk) * replicas
+            shared = all_reduce(counts, mesh.tp_cp)
+            return load_balancing_loss(probs.flatten(0, 1), shared, lengths.sum(), c.moe_router_topk)
+        # Counts of all replicas, averaged over the batch's micro-batches so far; T is that of these mean counts.
+        mean = mesh.rng.once(lambda: self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp)))
+        of_all = mean.sum() / c.moe_router_topk
+        return load_balancing_loss(probs.flatten(0, 1), mean, of_all, c.moe_router_topk) * mesh.dp.size
 
     def after_optimizer_step(self) -> None:
         """Update the expert bias by the load of the finished step, and start a new batch."""

@@ -27,7 +27,7 @@ from lightning_megatron.lightning.modules.token_mean import LossReduction, Token
 from lightning_megatron.lightning.modules.transformer import TransformerModule
 from lightning_megatron.lightning.validation.memory import TrainedModel
 from lightning_megatron.models.generate import generate
-from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.models.gpt import GPTModel, kept_tokens
 from lightning_megatron.stage import BackwardScale
 
 
@@ -175,7 +175,8 @@ class GPTModule(TransformerModule):
         """
         self._check(batch)
         given = batch["tokens"], batch.get("position_ids"), self._backward_scale(), self._documents(batch)
-        hidden = self._built().hidden(*given)
+        kept = kept_tokens(batch.get("labels"), batch.get("loss_mask"))
+        hidden = self._built().hidden(*given, kept)
         return nan_where_unknown(hidden, batch, self.config.vocab_size)
 
     def token_losses(self, batch: Mapping[str, Tensor], hidden: Tensor | None = None) -> Tensor:

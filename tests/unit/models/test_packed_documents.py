@@ -20,6 +20,7 @@ from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.ops.attention import attention, attention_reference
 from lightning_megatron.testing.parity import assert_same, differences
 from tests.families import TINY, hf_files, hf_model, our_config, our_model, random_model, tokens_of
@@ -201,14 +202,14 @@ def test_padding_visits_no_expert_and_counts_nowhere(balancing: str, dispatcher:
     def outcome(x: Tensor, present: Tensor | None) -> dict[str, Tensor]:
         layer.zero_grad()
         layer.router.load.batch.reset()
-        out, aux = layer(x, present)
+        out, aux = layer(x, None if present is None else RoutedTokens(present, present, present.sum(0)))
         assert aux is not None
         (out.square().sum() + aux).backward()
         counts, losses, _ = layer.router.load.take(torch.device("cpu"))
         grads = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
         return {"out": out.detach()[:7], "aux": aux.detach(), "counts": counts, **losses, **grads}
 
-    assert not layer(x, present)[0][7:].any()
+    assert not layer(x, RoutedTokens(present, present, present.sum(0)))[0][7:].any()
     layer.router.load.take(torch.device("cpu"))
     assert_same(outcome(x, present), outcome(x[:7], None))
     assert differences(outcome(x, None), outcome(x[:7], None))
