@@ -27,7 +27,7 @@ from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.multi_token import NextTokenModule, later
-from lightning_megatron.models.stages import StagedModel, in_own_dtype, mean_weights
+from lightning_megatron.models.stages import StagedModel, in_own_dtype, mean_weights, one_for_none, token_weights
 from lightning_megatron.moe.aux_loss import attach_aux_loss
 from lightning_megatron.moe.tokens import RoutedTokens, up_to_the_last
 from lightning_megatron.ops.registry import Ops
@@ -47,6 +47,7 @@ class GPTModel(StagedModel):
     Attributes:
         mtp: modules of the last stage that predict further tokens in training.
         mtp_losses: mean loss of each ``mtp`` module in the last training forward, before weighting.
+        mtp_tokens: number of tokens of each of these means, by their weights.
     """
 
     def _add_parts(self, mesh: ParallelMesh, ops: Ops) -> None:
@@ -54,6 +55,7 @@ class GPTModel(StagedModel):
         how: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "recompute": self.recompute, "ops": ops}
         self.mtp = nn.ModuleList()
         self.mtp_losses: tuple[Tensor, ...] = ()
+        self.mtp_tokens: tuple[Tensor, ...] = ()
         base = draw_seed() if config.mtp_num_layers else 0  # on all stages, so that later draws agree
         for depth in range(config.mtp_num_layers if self.head is not None else 0):
             with seeded(base, depth):
@@ -72,6 +74,7 @@ class GPTModel(StagedModel):
         position_ids: Tensor | None = None,
         caches: Sequence[KVCache] | None = None,
         documents: Documents | None = None,
+        per_token: bool = False,
     ) -> Tensor:
         """Logits, or with labels the loss; on a stage that is not the last, the end of the step.
 
@@ -86,6 +89,8 @@ class GPTModel(StagedModel):
             caches: key/value caches for decoding, one per layer; this call appends to them.
             documents: documents; attention stays inside each. ``None`` for whole sequences. Padding between them visits
                 no expert; ``labels`` and ``loss_mask`` decide if it counts in the loss.
+            per_token: True if the caller multiplies the loss by its number of tokens, to add such sums. The losses of
+                ``mtp`` modules are then divided by that number, too, and not by the smaller number of their own tokens.
 
         Returns:
             ``[B, S, V]`` (``[B, 1, V]`` of the last token with caches), or the mean loss over tokens of weight 1.
@@ -107,7 +112,7 @@ class GPTModel(StagedModel):
         assert self.head is not None
         normed = self.head.norm(hidden)
         loss = self._mean_loss(normed, labels, loss_mask, is_normed=True)
-        given = tokens, labels, loss_mask, position_ids, documents, routed
+        given = tokens, labels, loss_mask, position_ids, documents, routed, per_token
         return _with_aux_losses(loss, aux_losses + self._further_losses(normed, *given))
 
     def _further_losses(
@@ -119,6 +124,7 @@ class GPTModel(StagedModel):
         position_ids: Tensor | None,
         documents: Documents | None,
         routed: RoutedTokens | None,
+        per_token: bool,
     ) -> list[Tensor]:
         """Losses of the modules that predict further tokens, weighted, and those of their experts.
 
@@ -126,7 +132,7 @@ class GPTModel(StagedModel):
         Predictions beyond the end of a document have no loss.
         """
         assert self.embedding is not None
-        losses, of_experts = [], []
+        losses, counts, of_experts = [], [], []
         (group,) = self.recompute.groups((0,))
         for places, module in enumerate(self.mtp, 1):
             inputs = shard_inputs(later(tokens, places, 0, documents), position_ids, self._sharding)
@@ -141,9 +147,12 @@ class GPTModel(StagedModel):
             mask = None if loss_mask is None else later(loss_mask, places, 0, documents)
             further = later(labels, places, IGNORE_INDEX, documents)
             losses.append(self._mean_loss(hidden, further, mask, is_normed=True))
-        self.mtp_losses = tuple(loss.detach() for loss in losses)
-        weight = self.config.mtp_loss_scaling_factor / len(losses)
-        return [weight * torch.stack(losses).sum(), *of_experts]
+            counts.append(token_weights(further, mask).sum())
+        self.mtp_losses, self.mtp_tokens = tuple(loss.detach() for loss in losses), tuple(counts)
+        means, weight = torch.stack(losses), self.config.mtp_loss_scaling_factor / len(losses)
+        if per_token:
+            means = means * torch.stack(counts) / one_for_none(token_weights(labels, loss_mask).sum())
+        return [weight * means.sum(), *of_experts]
 
     def _logits(
         self,

@@ -172,10 +172,15 @@ class StagedModel(nn.Module):
         return self._sharding.shard(labels, 1, IGNORE_INDEX)
 
 
+def token_weights(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
+    """Weight of each token's loss, fp32, in the shape of the labels."""
+    kept = labels != IGNORE_INDEX
+    return kept.float() if loss_mask is None else loss_mask.float() * kept
+
+
 def mean_weights(labels: Tensor, loss_mask: Tensor | None) -> Tensor:
     """Weight of each token's loss in the mean, in the shape of the labels; all 0 if the mask keeps no token."""
-    kept = labels != IGNORE_INDEX
-    weights = kept.float() if loss_mask is None else loss_mask.float() * kept
+    weights = token_weights(labels, loss_mask)
     return weights / one_for_none(weights.sum())
 
 

@@ -113,6 +113,10 @@ class ShardedOptimizer(ShardedState):
         if any(p.requires_grad and id(p) not in self._assigned for group in groups for p in group["params"]):
             self._add_params()
 
+    def holds(self, param: Tensor) -> bool:
+        """True for a parameter that it updates."""
+        return id(param) in self._assigned
+
     def _add_params(self) -> None:
         """Lay out the parameters that need a gradient and are in no buffer yet."""
         owned = assign(self.optimizer, self._named, self._mesh, self._config, self._reduce_late, self._assigned)

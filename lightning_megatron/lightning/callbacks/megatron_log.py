@@ -145,7 +145,7 @@ class MegatronLog(Callback):
 
     def _count_step(self, strategy: MegatronStrategy) -> None:
         precision, loss = strategy.precision_plugin, self._loss
-        if precision.step_has_overflowed or precision.step_is_refused:
+        if precision.step_is_skipped:
             self._skipped += 1
             self._nans += int(loss is not None and not bool(torch.isfinite(loss).all()))
         elif loss is not None:
@@ -164,8 +164,9 @@ class MegatronLog(Callback):
         values = {self._loss_name: float(mean) / self._taken} if self._taken else {}
         self._stop_clock()
         precision, steps = strategy.precision_plugin, self._taken + self._skipped
-        was_skipped = precision.step_has_overflowed or precision.step_is_refused
-        norm = None if was_skipped or precision.last_grad_norm is None else float(precision.last_grad_norm)
+        norm = (
+            None if precision.step_is_skipped or precision.last_grad_norm is None else float(precision.last_grad_norm)
+        )
         seconds = self._window.seconds
         known = self._throughput and self._window.flops and seconds
         at = lines.Iteration(

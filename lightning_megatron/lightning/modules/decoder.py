@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,9 +25,11 @@ from lightning_megatron.lightning.modules.text_batch import (
 )
 from lightning_megatron.lightning.modules.token_mean import LossReduction, TokenMean
 from lightning_megatron.lightning.modules.transformer import TransformerModule
+from lightning_megatron.lightning.step.per_token_loss import FURTHER_SUMS
 from lightning_megatron.lightning.validation.memory import TrainedModel
 from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel, kept_tokens
+from lightning_megatron.models.stages import token_weights
 from lightning_megatron.stage import BackwardScale
 
 
@@ -91,7 +93,8 @@ class GPTModule(TransformerModule):
             loss = self._built().mean_loss(hidden, labels, mask)
         else:
             given = {"labels": labels, "loss_mask": mask, "position_ids": batch.get("position_ids")}
-            loss = self._built()(batch["tokens"], **given, documents=documents)
+            per_token = self.loss_reduction == "token"
+            loss = self._built()(batch["tokens"], **given, documents=documents, per_token=per_token)
         return nan_where_unknown(loss, batch, self.config.vocab_size)
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Any:
@@ -99,13 +102,16 @@ class GPTModule(TransformerModule):
 
         With ``loss_reduction="token"`` it is the sum of the losses, with the number of tokens.
         """
-        tokens = self.num_tokens(batch)
+        tokens, model = self.num_tokens(batch), self._built()
         if tokens is None:
             output = super().training_step(batch, batch_idx)
-        else:
-            output = {"loss": self.loss(batch) * tokens, "num_tokens": tokens}
-        for places, further in enumerate(self._built().mtp_losses, 1):
-            self.log(f"mtp_{places}_loss", further, sync_dist=True)
+            for places, further in enumerate(model.mtp_losses, 1):
+                self.log(f"mtp_{places}_loss", further, sync_dist=True)
+            return output
+        output = {"loss": self.loss(batch) * tokens, "num_tokens": tokens}
+        if model.mtp:
+            counts = torch.stack(model.mtp_tokens)
+            output[FURTHER_SUMS] = torch.stack((torch.stack(model.mtp_losses) * counts, counts), 1)
         return output
 
     @property
@@ -130,13 +136,19 @@ class GPTModule(TransformerModule):
         return self._kept_tokens(batch)
 
     def _kept_tokens(self, batch: Mapping[str, Tensor]) -> Tensor:
-        kept, mask = _labels(batch, self._documents(batch)) != IGNORE_INDEX, batch.get("loss_mask")
-        return (kept.float() if mask is None else mask.float() * kept).sum()
+        return token_weights(_labels(batch, self._documents(batch)), batch.get("loss_mask")).sum()
 
-    def log_mean_over_tokens(self, loss: Tensor) -> None:
-        """Log the mean over the tokens of all replicas as ``train_loss``, if this module's loss is such a mean."""
+    def log_mean_over_tokens(self, loss: Tensor, further: Sequence[Tensor] = ()) -> None:
+        """Log means over the tokens of all replicas, if this module's loss is such a mean.
+
+        Args:
+            loss: the loss, as ``train_loss``.
+            further: losses of multi-token prediction, as ``mtp_1_loss`` and so on.
+        """
         if self.loss_reduction == "token":
             self.log("train_loss", loss, prog_bar=True)
+            for places, mean in enumerate(further, 1):
+                self.log(f"mtp_{places}_loss", mean)
 
     def _log_evaluation_loss(self, name: str, batch: Mapping[str, Tensor], dataloader_idx: int, **options: Any) -> None:
         """Log the loss of a batch; with ``loss_reduction="token"`` the mean over all tokens of an evaluation."""

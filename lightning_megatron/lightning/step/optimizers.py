@@ -37,20 +37,15 @@ from lightning_megatron.weight_grad_store import GradPlace
 
 
 @runtime_checkable
-class AfterOptimizerStep(Protocol):
-    """A module with work to do after every optimizer step (such as expert biases)."""
+class LearnsFromSteps(Protocol):
+    """A module that learns from what it recorded in the forwards of an optimizer step (such as expert biases)."""
 
     def after_optimizer_step(self) -> None:
-        """Called after a step was taken."""
+        """Called after a step of the optimizer that trains the module; of the first one if it has no parameters."""
         ...
 
-
-@runtime_checkable
-class ForgetStep(Protocol):
-    """A module that must not learn from a step that was skipped."""
-
     def forget_step(self) -> None:
-        """Discard what was recorded in the forwards of the step."""
+        """Discard what was recorded: the step was skipped, or no optimizer trains the module."""
         ...
 
 
@@ -129,8 +124,7 @@ class OptimizerSet:
             sharded.install_gather_hooks(module)
         self._replica_checks = {sharded: ReplicaCheck(sharded, mesh) for sharded in self.sharded}
         self.finite_checks = {s: FiniteCheck(s, params, mesh) for s in self.sharded} if check_finite else {}
-        self._after_step: list[AfterOptimizerStep] = _parts_of(module, AfterOptimizerStep)
-        self._after_skipped_step: list[ForgetStep] = _parts_of(module, ForgetStep)
+        self._learning = _parts_of(module, LearnsFromSteps)
         self._keepers: list[KeepsWithinStep] = _parts_of(module, KeepsWithinStep)
         self._tokens = TokenCounter(mesh.dp, module)
         self._is_automatic = module.automatic_optimization
@@ -203,8 +197,12 @@ class OptimizerSet:
             The output, with the mean loss if it has a number of tokens; see :meth:`TokenCounter.normalize`.
         """
         self._check_loss(output)
-        if output is None or not self._is_automatic:
+        if not self._is_automatic:
             return output
+        if output is None:  # nothing is learnt from a batch without a loss
+            for module in self._learning:
+                module.forget_step()
+            return None
         if backward_was_ours:
             for slot in (slot for sharded in self.sharded for slot in sharded.slots):
                 slot.hide()
@@ -250,21 +248,23 @@ class OptimizerSet:
         """Compare gradients that must be equal on tensor-parallel ranks; in the first steps only."""
         self._replica_checks[sharded]()
 
-    def step_is_over(self, optimizer: Optimizer, is_last: bool, is_refused: bool) -> None:
+    def step_is_over(self, optimizer: Optimizer, is_last: bool, is_skipped: bool) -> None:
         """Finish a step that was taken or skipped.
 
         Args:
             is_last: True for the last step of an epoch, whose end hooks may read parameters.
-            is_refused: True if the step gate has skipped the step.
+            is_skipped: True if gradients have overflowed, or the step gate has refused the step.
         """
         if is_last:
             self.finish_param_gather()
-        if is_refused:
-            for forgetful in self._after_skipped_step:
-                forgetful.forget_step()
-            return
-        if self.sharded and optimizer is self.sharded[0].optimizer:
-            for module in self._after_step:
+        for module in self._learning if self.sharded else ():
+            params = [*module.parameters()]
+            trained_by = [sharded for sharded in self.sharded if any(map(sharded.holds, params))]
+            if optimizer is not (trained_by or self.sharded)[0].optimizer:
+                continue
+            if is_skipped or (params and not trained_by):
+                module.forget_step()
+            else:
                 module.after_optimizer_step()
 
     @contextmanager

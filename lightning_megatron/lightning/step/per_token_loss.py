@@ -7,7 +7,7 @@ gradient is scaled once, before clipping.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +21,8 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.stage import BackwardScale
 
 NUM_TOKENS = "num_tokens"
+FURTHER_SUMS = "further_sums"
+"""Key of ``[n, 2]``, sums of ``n`` further losses and their numbers of tokens, whose means are logged."""
 
 
 @runtime_checkable
@@ -36,8 +38,8 @@ class CountsTokens(Protocol):
 class LogsTokenMean(Protocol):
     """A module with a log function for the mean over tokens: its steps see only micro-batches of one replica."""
 
-    def log_mean_over_tokens(self, loss: Tensor) -> None:
-        """Log the mean of a batch over the tokens of all replicas."""
+    def log_mean_over_tokens(self, loss: Tensor, further: Sequence[Tensor] = ()) -> None:
+        """Log the mean of a batch over the tokens of all replicas, and such means of further losses."""
         ...
 
 
@@ -115,7 +117,7 @@ class TokenCounter:
 
     def __init__(self, axis: Axis, module: object) -> None:
         self._axis, self._module, self._is_first = axis, module, True
-        self._log: Callable[[Tensor], None] | None = None
+        self._log: Callable[..., None] | None = None
         if isinstance(module, LogsTokenMean):
             self._log = module.log_mean_over_tokens
         self.restart()
@@ -147,15 +149,16 @@ class TokenCounter:
         self._is_empty = False
         if tokens is None:
             return output
-        loss = output["loss"]
-        own = torch.stack([loss.detach().float().reshape(()), as_count(tokens, loss.device)])
-        loss_sum, total = all_reduce(own, self._axis).unbind()
+        loss, further = output["loss"], output.get(FURTHER_SUMS, ())
+        own = torch.stack([loss.detach().float().reshape(()), as_count(tokens, loss.device)])[None]
+        (loss_sum, total), *sums = all_reduce(torch.cat((own, further)) if len(further) else own, self._axis)
         self._total = total if self._total is None else self._total + total
         value = loss_sum * _inverse(total)
         if self._log is not None:
-            self._log(value)
+            self._log(value, *([[part * _inverse(count) for part, count in sums]] if sums else []))
+        others = {key: entry for key, entry in output.items() if key != FURTHER_SUMS}
         # The value is the mean, the graph is the sum's.
-        return {**output, "loss": value + (loss - loss.detach()), NUM_TOKENS: total}
+        return {**others, "loss": value + (loss - loss.detach()), NUM_TOKENS: total}
 
     def gradient_factor(self, batches: int) -> Tensor | None:
         """Factor that turns the accumulated gradient (of the summed loss) into that of the mean loss.

@@ -240,6 +240,11 @@ class MegatronPrecision(Precision):
 
     # A step
 
+    @property
+    def step_is_skipped(self) -> bool:
+        """True if the last step has changed nothing: its gradients have overflowed, or the gate has refused it."""
+        return self.step_is_refused or self.step_has_overflowed
+
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Differentiate without autocast, also where a step calls ``manual_backward``."""
         with torch.autocast(self.device.type, enabled=False) if self.mode.main is not None else nullcontext():

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_megatron.lightning.step.log_capture import LogCapture
 from lightning_megatron.lightning.step.micro_batches import join_outputs
 from lightning_megatron.lightning.step.per_token_loss import (
+    FURTHER_SUMS,
     NUM_TOKENS,
     as_count,
     check_all_alike,
@@ -115,6 +116,7 @@ class TrainingWork(_Work):
         self._scale, self._context = scale, context
         self._losses: list[Tensor] = []
         self._tokens: list[Tensor | None] = []
+        self._further: list[Tensor] = []
 
     def forward(self, stage: int, microbatch: int, hidden: Tensor | None) -> Tensor | None:
         """See the base class."""
@@ -129,7 +131,7 @@ class TrainingWork(_Work):
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step must return a tensor, a dict with 'loss', or None; got {type(output)}")
         tokens = num_tokens_in(output, self._module)
-        own = ("loss",) if tokens is None else ("loss", NUM_TOKENS)
+        own = ("loss",) if tokens is None else ("loss", NUM_TOKENS, FURTHER_SUMS)
         if isinstance(output, Mapping):
             self._outputs.append({key: value for key, value in output.items() if key not in own})
             self._weights.append(weight)
@@ -139,6 +141,8 @@ class TrainingWork(_Work):
         self._tokens.append(None if tokens is None else as_count(tokens, loss.device))
         check_all_alike(self._tokens[0], self._tokens[-1])
         self._losses.append(loss.detach() * share)
+        if tokens is not None and FURTHER_SUMS in output:
+            self._further.append(output[FURTHER_SUMS])
         scale.value = self.loss_scale(share)
         scaled = loss * scale.value
         scale_with_tokens(scale, tokens)
@@ -155,12 +159,13 @@ class TrainingWork(_Work):
 
     @property
     def totals(self) -> list[Tensor]:
-        """Loss of the batch, without its graph, and its number of tokens if there was one.
+        """Loss of the batch, without its graph, its number of tokens if there was one, and sums of further losses.
 
         Empty if there was no loss, or on a stage that is not the last.
         """
         tokens = [count for count in self._tokens if count is not None]
-        return [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
+        totals = [torch.stack(parts).sum() for parts in (self._losses, tokens) if parts]
+        return totals + ([*torch.stack(self._further).sum(0).flatten()] if self._further else [])
 
     @property
     def extras(self) -> dict[str, Any] | None:
@@ -172,6 +177,8 @@ class TrainingWork(_Work):
         if not totals:
             return None
         named = dict(zip(("loss", NUM_TOKENS), totals, strict=False))
+        if len(totals) > len(named):
+            named[FURTHER_SUMS] = torch.stack([*totals[len(named) :]]).view(-1, 2)
         return totals[0] if extras is None and len(totals) == 1 else {**named, **(extras or {})}
 
 

@@ -352,8 +352,8 @@ class StrategyHooks(ParallelStrategy):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         devices.mark_step(self.root_device)
         assert self._params.optimizers is not None
-        is_last, is_refused = self._ranks.module.trainer.is_last_batch, self.precision_plugin.step_is_refused
-        self._params.optimizers.step_is_over(optimizer, is_last, is_refused)
+        is_last, is_skipped = self._ranks.module.trainer.is_last_batch, self.precision_plugin.step_is_skipped
+        self._params.optimizers.step_is_over(optimizer, is_last, is_skipped)
         return result
 
     def on_train_end(self) -> None:
