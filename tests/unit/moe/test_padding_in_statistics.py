@@ -1,4 +1,4 @@
-"""Statistics of routers over padded batches: Hugging Face's with an attention mask, formulas, and the texts without it."""
+"""Statistics of routers over padded batches: Hugging Face's with an attention mask, formulas, texts without padding."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_balance_is_hugging_faces_with_an_attention_mask() -> None:
     router, x = router_of(moe_aux_loss_coeff=0.5)
     by_rows = logits_of(router, x).transpose(0, 1).reshape(-1, E)
     theirs = load_balancing_loss_func((by_rows,), E, K, REAL.t().long())
-    assert loss_of(router, x, TOKENS) == pytest.approx(0.5 * theirs.item() / K, rel=1e-6)
+    assert loss_of(router, x, TOKENS) == pytest.approx(0.5 * float(theirs) / K, rel=1e-6)
 
 
 def test_the_loss_of_sequences_is_the_mean_over_those_that_have_tokens() -> None:
@@ -178,7 +178,7 @@ def test_padding_takes_no_place_of_an_expert_with_a_capacity() -> None:
     """Padding of one id would fill the experts that it prefers, whose best weights it has."""
     module = module_of(moe_capacity_factor=1.0, moe_aux_loss_coeff=0.0)
     module.eval()
-    short, long = padded("loss_mask")
+    _, long = padded("loss_mask")
     places = torch.arange(LENGTH, PADDED)
     with torch.no_grad():
         fillings = [{**long, "tokens": long["tokens"].index_fill(1, places, number)} for number in range(1, 12)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -166,6 +166,32 @@ def test_the_streams_say_that_they_are_replaying():
     recomputed(watched, recomputed(watched, x, rng=rng), rng=rng).sum().backward()
     assert seen == [False, False, True, True]
     assert not rng.replaying
+
+
+def drawn_once(rng: RNGStreams, numbers: Iterator[float]) -> Callable[[Tensor], Tensor]:
+    """A function that multiplies twice by numbers that only its first run takes."""
+    return lambda x: (x * rng.once(lambda: next(numbers))).exp() * rng.once(lambda: next(numbers))
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1]], ids=str)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_forward_has_its_own_results_again_in_any_order_of_backwards(order: list[int], nested: bool) -> None:
+    """Against the derivative of ``2 exp(x)`` and of ``4 exp(3 x)``; graphs are kept and differentiated again."""
+    rng = RNGStreams()
+    part = drawn_once(rng, iter([1.0, 2.0, 3.0, 4.0]))
+    function = (lambda x: recomputed(part, x, rng=rng) + 0) if nested else part
+    x = torch.tensor(0.5, requires_grad=True)
+    outs = [recomputed(function, x, rng=rng) for _ in range(2)]
+    right = [2 * x.exp(), 12 * (3 * x).exp()]
+    for number in order:
+        (grad,) = torch.autograd.grad(outs[number], x, retain_graph=True)
+        torch.testing.assert_close(grad, right[number].detach())
+
+
+def test_without_recomputation_results_are_new_ones() -> None:
+    numbers = iter([1.0, 2.0, 3.0, 4.0])
+    part, x = drawn_once(RNGStreams(), numbers), torch.ones(())
+    assert [part(x) for _ in range(2)] == [2 * x.exp(), 4 * (3 * x).exp()]
 
 
 def test_tuples_pass_through():
