@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import copy_to_region, local_shard, reduce_from_region
@@ -105,7 +106,7 @@ class GPTModel(StagedModel):
             # Decoding grows keys and values with every token: each length would compile another graph.
             with without_graphs(self.layers.values()) if caches else nullcontext():
                 return self._logits(tokens, position_ids, caches, documents)
-        routed = self._routed(tokens, documents, kept_tokens(labels, loss_mask), gives_loss=True)
+        routed = self._routed(tokens, documents, kept_tokens(tokens, labels, loss_mask), gives_loss=True)
         hidden, aux_losses = self._stream(tokens, position_ids, caches, documents, routed)
         if not (self.mtp and self.training):
             return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
@@ -188,7 +189,7 @@ class GPTModel(StagedModel):
             position_ids: ``[B, S]``; ``None`` for ``0 .. S-1``, restarting in each document.
             scale: factor of the caller's loss in backward, applied to the experts' losses too; ``None`` for 1.
             documents: documents; attention stays inside each. ``None`` for whole sequences.
-            kept: bool ``[B, S]``, tokens with a loss; routers count no later ones. ``None`` for all.
+            kept: bool ``[B, S]``, tokens that are no padding; routers count no later ones. ``None`` for all.
 
         Returns:
             ``[B, S, H]``, after the final norm.
@@ -265,7 +266,7 @@ class GPTModel(StagedModel):
         Args:
             tokens: ``[B, S]``.
             documents: documents; padding between them visits no expert.
-            kept: bool ``[B, S]``, tokens with a loss; no later ones count. ``None`` for all.
+            kept: bool ``[B, S]``, tokens that are no padding; no later ones count. ``None`` for all.
             gives_loss: True if the caller gets nothing but the loss, so that what does not count need not be computed.
         """
         has_padding = documents is not None and documents.has_padding
@@ -401,11 +402,15 @@ class GPTModel(StagedModel):
         return reduce_from_region(copy_to_region(part, self._sharding.axis), self._sharding.axis)
 
 
-def kept_tokens(labels: Tensor | None, loss_mask: Tensor | None) -> Tensor | None:
-    """Tokens with a loss, bool ``[B, S]``, by the mask where there is one; ``None`` if nothing says it."""
-    if loss_mask is not None:
-        return loss_mask != 0
-    return None if labels is None else labels != IGNORE_INDEX
+def kept_tokens(tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> Tensor | None:
+    """Tokens that are no padding for sure, bool ``[B, S]``; ``None`` if nothing says it.
+
+    The mask says it where there is one. Labels name the tokens that follow: a last one without a label is text, too.
+    """
+    if loss_mask is not None or labels is None:
+        return None if loss_mask is None else loss_mask != 0
+    kept = labels != IGNORE_INDEX
+    return kept | F.pad(kept[:, :-1] & (tokens[:, 1:] == labels[:, :-1]), (1, 0))
 
 
 def _places(position_ids: Tensor | None, documents: Documents | None, device: torch.device) -> Tensor | None:

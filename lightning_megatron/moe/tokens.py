@@ -35,7 +35,7 @@ def up_to_the_last(kept: Tensor, ends: Tensor | None) -> Tensor:
     Attention is causal: what is kept depends on no later token of the document, so these are as good as padding.
 
     Args:
-        kept: bool ``[B, S]``, True for tokens with a loss.
+        kept: bool ``[B, S]``, True for tokens that are no padding for sure.
         ends: ``[B, S]``, end of each token's document, 0 for padding; ``None`` for whole sequences.
     """
     later = F.pad(kept.flip(1).cumsum(1).flip(1), (0, 1))  # [B, S + 1], kept tokens from each one on

@@ -30,9 +30,9 @@ class ExpertTelemetry(Callback):
     """Counts of the tokens that chose each expert, as a table, a heat map and numbers, once per window of steps.
 
     Counts cover all ranks and all micro-batches of the window, before tokens are dropped: a row of the table sums to
-    sequence length (without padding) x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and ``z_loss`` (each
-    times its coefficient, one mean over the layers of all stages and all micro-batches) and ``expert_imbalance``
-    (tokens of the fullest expert divided by an even share, of the worst layer).
+    sequence length (without padding) x ``moe_router_topk`` x global batch x steps. Logged: ``load_balancing_loss`` and
+    ``z_loss`` (each times its coefficient, one mean over the layers of all stages and all micro-batches) and
+    ``expert_imbalance`` (tokens of the fullest expert divided by an even share, of the worst layer).
 
     Args:
         every_n_steps: optimizer steps of a window.

@@ -187,7 +187,7 @@ class GPTModule(TransformerModule):
         """
         self._check(batch)
         given = batch["tokens"], batch.get("position_ids"), self._backward_scale(), self._documents(batch)
-        kept = kept_tokens(batch.get("labels"), batch.get("loss_mask"))
+        kept = kept_tokens(batch["tokens"], batch.get("labels"), batch.get("loss_mask"))
         hidden = self._built().hidden(*given, kept)
         return nan_where_unknown(hidden, batch, self.config.vocab_size)
 

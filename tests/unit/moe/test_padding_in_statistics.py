@@ -161,6 +161,16 @@ def test_gradients_are_those_without_padding(case: str, said_by: str) -> None:
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_last_token_without_a_label_is_text() -> None:
+    """As in transformers, where labels are shifted in the model: the loss lacks the last token, the balance has it."""
+    short, _ = padded("labels")
+    short["labels"][:, -1] = -100
+    module, other = module_of(), module_of()
+    ours, right = module.loss(short), other.loss(short | {"loss_mask": torch.ones(2, LENGTH)})
+    for mine, expected in zip(gradients(module, ours), gradients(other, right), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", ["balance", "sequences", "all replicas", "z"])
 def test_so_are_those_of_a_head_of_ones_own(case: str) -> None:
     """By ``hidden``, whose states are those of all tokens: a head may read any of them."""
