@@ -9,9 +9,8 @@ the default generator there: only data and user code do, and these must draw the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -92,11 +91,11 @@ class RNGStreams:
     def replay_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """``context_fn`` for ``torch.utils.checkpoint``: the recomputation draws what the first forward drew.
 
-        Torch rewinds the default generator itself, but not the others. A recomputed function has the results of
-        :meth:`once` from its own first run, in whatever order functions are recomputed.
+        Torch rewinds the default generator itself, but not the others. Results of :meth:`once` are those of the same
+        function's first run, in whatever order functions are recomputed.
         """
         record: list[Any] = []
-        return self._recorded(record), _Repeatable(partial(self._rewound, dict(self._states), record))
+        return self._recorded(record), _Rewound(self, dict(self._states), record)
 
     @contextmanager
     def _recorded(self, record: list[Any]) -> Iterator[None]:
@@ -106,25 +105,17 @@ class RNGStreams:
         finally:
             self._records.pop()
 
-    @contextmanager
-    def _rewound(self, states: dict[str, torch.Tensor], record: Sequence[Any]) -> Iterator[None]:
-        before = self._states, self.replaying, self._records, self._results
-        self._states, self.replaying, self._records, self._results = dict(states), True, [], iter(record)
-        try:
-            yield
-        finally:
-            self._states, self.replaying, self._records, self._results = before
 
+class _Rewound(AbstractContextManager[None]):
+    """Streams and results of a first run; entered again in each backward through a retained graph."""
 
-class _Repeatable(AbstractContextManager[None]):
-    """Context that is entered once for each backward through a retained graph."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make = make
+    def __init__(self, rng: RNGStreams, states: dict[str, torch.Tensor], record: list[Any]) -> None:
+        self._rng, self._states, self._record = rng, states, record
 
     def __enter__(self) -> None:
-        self._current = self._make()
-        self._current.__enter__()
+        again = {"_states": dict(self._states), "replaying": True, "_records": [], "_results": iter(self._record)}
+        self._before = {name: getattr(self._rng, name) for name in again}
+        vars(self._rng).update(again)
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._current.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        vars(self._rng).update(self._before)

@@ -119,8 +119,7 @@ class Block(CompilablePart):
         is_pure = self.attention.is_pure("attention")
         inputs = x, rotary, cache, key_mask, documents
         x = x + self.dropout(run_part(plan, "attention", self._attend, *inputs, rng=self.rng, is_pure=is_pure))
-        fed = (x,) if routed is None else (x, routed)
-        out, aux_loss = run_part(plan, "mlp", self._feed, *fed, rng=self.rng, is_pure=self._feeds_purely)
+        out, aux_loss = run_part(plan, "mlp", self._feed, x, routed, rng=self.rng, is_pure=self._feeds_purely)
         return x + self.dropout(out), aux_loss
 
     def _attend(
@@ -137,9 +136,7 @@ class Block(CompilablePart):
 
     def _feed(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
         h = self.mlp_norm(x)
-        is_routed = isinstance(self.mlp, MoELayer) and routed is not None
-        result: Tensor | tuple[Tensor, Tensor | None] = self.mlp(h, routed) if is_routed else self.mlp(h)
-        out, aux_loss = result if isinstance(result, tuple) else (result, None)
+        out, aux_loss = self.mlp(h, routed) if isinstance(self.mlp, MoELayer) else (self.mlp(h), None)
         return self.mlp_post_norm(out), aux_loss
 
 

@@ -110,8 +110,8 @@ class GPTModule(TransformerModule):
             return output
         output = {"loss": self.loss(batch) * tokens, "num_tokens": tokens}
         if model.mtp:
-            counts = torch.stack(model.mtp_tokens)
-            output[FURTHER_SUMS] = torch.stack((torch.stack(model.mtp_losses) * counts, counts), 1)
+            means = zip(model.mtp_losses, model.mtp_tokens, strict=True)
+            output[FURTHER_SUMS] = torch.stack([torch.stack((mean * count, count)) for mean, count in means])
         return output
 
     @property
