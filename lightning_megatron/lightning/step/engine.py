@@ -119,7 +119,7 @@ class StepEngine:
         return work.output(totals, self._on_all_stages(work.extras) if reads_outputs(module.trainer) else work.extras)
 
     def _on_all_stages(self, output: Any) -> Any:
-        """What the last stage of the pipeline has, without its graph."""
+        """Output of the last pipeline stage, without its graph."""
         own = apply_to_collection(output, torch.Tensor, torch.Tensor.detach)
         return broadcast_object(own, self._mesh.pp, self._mesh.pp.size - 1, self._device)
 
