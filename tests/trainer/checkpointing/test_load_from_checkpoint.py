@@ -192,6 +192,42 @@ def test_anybodys_module_as_in_stock(tmp_path: Path) -> None:
         load_module(tmp_path / "c.ckpt", Plain, width=8)
 
 
+class Twice(LightningModule):
+    """A layer under two names, and a weight under three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second, self.third = self.first, nn.Linear(3, 3)
+        self.third.weight = self.first.weight
+        self.register_buffer("shift", torch.ones(3))
+        self.again = nn.Module()
+        self.again.register_buffer("shift", self.shift)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.third(self.second(batch)) + self.shift).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def saves_tied(folder: str, options: dict[str, Any]) -> tuple[str, dict[str, torch.Tensor]]:
+    module, path = Twice(), f"{folder}/tied.ckpt"
+    trainer = quiet_trainer(MegatronStrategy(**options), max_steps=1)
+    trainer.fit(module, DataLoader(torch.ones(8, 3), batch_size=2))  # type: ignore[arg-type]
+    trainer.save_checkpoint(path, weights_only="sequence_parallel" in options)
+    return path, {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"distributed_optimizer": False}, {"sequence_parallel": False}], ids=str)
+def test_a_tied_tensor_is_read_under_all_its_names(ranks, tmp_path: Path, options: dict[str, Any]) -> None:
+    (path, weights), _ = ranks(2, saves_tied, str(tmp_path), options)
+    found = read_checkpoint(path)["state_dict"]
+    assert {"first.bias", "second.bias", "second.weight", "third.weight", "again.shift"} <= found.keys()
+    torch.testing.assert_close(found, weights, rtol=0, atol=0)
+    Twice().load_state_dict(found)  # strict
+
+
 def test_what_is_missing_is_a_missing_file_too(tmp_path: Path) -> None:
     for load in (LlamaModule.load_from_checkpoint, load_module, read_checkpoint):
         with pytest.raises(FileNotFoundError, match=r"none\.ckpt: it does not exist"):
