@@ -253,6 +253,9 @@ SENSELESS = rules(
         "a hook sees gradients of this rank alone": (
             *("cb-grads @tp2", "cb-grads @pp2", "cb-grads @mb2", "grad-hook @tp2", "grad-hook @pp2"),
         ),
+        "gradients of what no optimizer has are those of this replica": (
+            *("late-group cb-grads @dp2", "late-group clip=own @dp2"),
+        ),
         "DDP does not average what was frozen when it began": ("unfreeze @dp2", "cb-unfreeze @dp2"),
         "DDP shuffles what one process does not": ("stop split",),
         "an epoch's means and states after a resume in mid-epoch are those of the rest in stock Lightning": (

@@ -213,13 +213,13 @@ class KillSwitch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Save and leave ``fit`` if the ranks have agreed to stop."""
-        self.end_step(trainer)
+        self._end_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save and leave ``fit`` if the ranks have agreed to stop."""
-        self.end_step(trainer)
+        self._end_step(trainer)
 
-    def end_step(self, trainer: Trainer) -> None:
+    def _end_step(self, trainer: Trainer) -> None:
         """If the ranks have agreed to stop, save what all hooks of the last step have left, and leave ``fit``."""
         if not self._told:
             return
@@ -236,7 +236,7 @@ class KillSwitch(Callback):
         """Leave with a checkpoint that repeats this validation, or find out if ranks can agree during it."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
             return
-        self.end_step(trainer)
+        self._end_step(trainer)
         self._same_validation = _validates_alike(trainer)
 
     def on_validation_batch_start(
@@ -265,7 +265,7 @@ class KillSwitch(Callback):
             self._signals.waits = False
             if self._told:
                 self._save(trainer)
-        self.end_step(trainer)
+        self._end_step(trainer)
         if _checkpoints(trainer) is None:
             self.give_back()
 
@@ -300,14 +300,14 @@ class BeforeNextStep(Callback):
         self._switch = switch
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
-        self._switch.end_step(trainer)
+        self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
-        self._switch.end_step(trainer)
+        self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._switch.end_step(trainer)
+            self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
 
 
 def checkpoint_path(trainer: Trainer) -> str:
