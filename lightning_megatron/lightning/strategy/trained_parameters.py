@@ -197,6 +197,9 @@ class HookGradients(Callback):
         self._params = params
         self._after_backward = self._before_step = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookGradients:
+        return HookGradients(self._params)  # copies share the strategy
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look which hooks there are."""
         self._after_backward = watches_gradients(trainer, "on_after_backward")
