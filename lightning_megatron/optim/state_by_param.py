@@ -6,7 +6,9 @@ mapping that is built at its first use, of views of that state; so a step costs 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -71,6 +73,12 @@ class StateByParam(MutableMapping[Any, State]):
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove and return the entry; it makes no entry."""
         return self._built(key).pop(key, *default)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MutableMapping[Any, State]:
+        try:
+            return deepcopy(dict(self._built()), memo)
+        except RuntimeError:  # ranks share the state: a copy has none, as torch reads it while it copies an optimizer
+            return defaultdict(dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self._built(),)
