@@ -84,6 +84,13 @@ class StateByParam(MutableMapping[Any, State]):
         return dict, (self._built(),)
 
 
+class SharedStateEntry(StateByParam):
+    """Entry of a ``state_dict`` for state that ranks share: a use raises an error, a use of a copy too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedStateEntry:
+        return SharedStateEntry(self._build)
+
+
 class OptimizerState:
     """State of an optimizer by main parameters, which user code sees by its own parameters.
 
@@ -143,7 +150,8 @@ class OptimizerState:
     def end_state_dict(self, state_dict: dict[str, Any]) -> None:
         """After ``state_dict``: an entry for state that ranks share raises an error at its first use."""
         if any(bucket.sharded for bucket in self._mains):
-            self._optimizer.state = state_dict["state"] = StateByParam(self._entries)
+            self._optimizer.state = StateByParam(self._entries)
+            state_dict["state"] = SharedStateEntry(self._entries)
 
     def refuse_divided(self, key: object = None) -> None:
         """Raise an error if this rank has only a part of the state.
