@@ -181,7 +181,8 @@ def test_so_are_those_of_a_head_of_ones_own(case: str) -> None:
     assert torch.equal(ours, plain)
     given = zip(gradients(other, ours[:, :LENGTH].sum()), gradients(module, right.sum()), strict=True)
     for mine, expected in given:
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+        # Products of other lengths round otherwise, on AVX2 by 4e-6 of a sum that nearly cancels.
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_takes_no_place_of_an_expert_with_a_capacity() -> None:
