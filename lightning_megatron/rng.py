@@ -80,7 +80,7 @@ class RNGStreams:
         devices.set_rng_state(state["default"].cpu(), self.device)
         self._states |= {name: stream.cpu() for name, stream in state.items() if name != "default"}
 
-    @torch.compiler.disable  # a record differs from forward to forward, and each would be a graph of its own
+    @torch.compiler.disable  # the record is new in each forward, and would compile a new graph
     def once(self, function: Callable[[], T]) -> T:
         """Result of ``function``; where a forward is recomputed, the result that it had in the first run."""
         result: T = next(self._results) if self.replaying else function()

@@ -161,7 +161,7 @@ class Router(nn.Module):
         if c.moe_load_balancing == "aux_loss":
             shared = all_reduce(counts, mesh.tp_cp)
             return load_balancing_loss(probs.flatten(0, 1), shared, lengths.sum(), c.moe_router_topk)
-        # Counts of all replicas, averaged over the batch's micro-batches so far; T is that of these mean counts.
+        # The mean over the batch's micro-batches so far, of the counts of all replicas. T is its number of tokens.
         mean = mesh.rng.once(lambda: self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp)))
         of_all = mean.sum() / c.moe_router_topk
         return load_balancing_loss(probs.flatten(0, 1), mean, of_all, c.moe_router_topk) * mesh.dp.size

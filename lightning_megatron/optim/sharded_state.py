@@ -163,10 +163,10 @@ class ShardedState:
             yield part.param, {slot.owned.spec.tied_with or slot.owned.name for slot in part.slots}
 
     def _refuse_state_of_no_parameter(self) -> None:
-        beside = [str(key) for key in self.state if not isinstance(key, Tensor)]
-        if beside:
+        unnamed = [str(key) for key in self.state if not isinstance(key, Tensor)]
+        if unnamed:
             reason = (
-                f"its state has the entries {', '.join(beside)} of no parameter, which sharded state cannot hold:"
+                f"its state has the entries {', '.join(unnamed)} of no parameter, which sharded state cannot hold:"
                 " remove it from elementwise_optimizers, and set distributed_optimizer=False"
             )
             raise ConfigError([Problem("optimizer", type(self.optimizer).__name__, reason)])

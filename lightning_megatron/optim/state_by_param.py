@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 class StateByParam(MutableMapping[Any, State]):
-    """Mapping in the place of ``optimizer.state``; like torch's ``defaultdict``, it makes an entry that is missing.
+    """Mapping that replaces ``optimizer.state``. Like torch's ``defaultdict``, it adds an entry that is missing.
 
     Attributes:
         entries: the entries; ``None`` until the first use.
@@ -233,7 +233,7 @@ def _is_uniform(part: MainParam, state: State, given: Mapping[Slot, State]) -> b
 
 
 def _fill(flat: MutableMapping[Any, State], main: MainValues, part: MainParam, given: Mapping[Slot, State]) -> None:
-    """Set the state of a main parameter, in its own memory, from that of its parameters."""
+    """Copy the states of parameters into the memory of their main parameter's state."""
     state, made = flat.pop(part.param, {}), {}
     first = part.slots[0]
     for name, value in given[first].items():

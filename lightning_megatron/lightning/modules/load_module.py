@@ -99,8 +99,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     refuse_other_writers(path, opened.meta)
     names = {key: model_name(key) for key in tensors}
     weights = {name: tensors[key].materialize() for key, name in names.items() if name is not None}
-    repeats = opened.meta.get(NOTE, {}).get(
-        "repeats", {}
-    )  # a tied weight has all its names, as in a module's state_dict
+    # A tied weight has all its names, as in a module's state_dict.
+    repeats = opened.meta.get(NOTE, {}).get("repeats", {})
     weights |= {name: weights[first] for name, first in repeats.items() if first in weights}
     return {**opened.meta, "state_dict": weights}

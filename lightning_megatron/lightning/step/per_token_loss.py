@@ -22,7 +22,7 @@ from lightning_megatron.stage import BackwardScale
 
 NUM_TOKENS = "num_tokens"
 FURTHER_SUMS = "further_sums"
-"""Key of ``[n, 2]``, sums of ``n`` further losses and their numbers of tokens, whose means are logged."""
+"""Key of a tensor ``[n, 2]``: the sum of each further loss, and its number of tokens. Their ratios are logged."""
 
 
 @runtime_checkable

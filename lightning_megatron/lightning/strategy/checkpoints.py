@@ -209,9 +209,8 @@ class RunCheckpoints:
         pretrained.take_settings(module, checkpoint)
         follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
-        if self._params.sharded and is_fitting(
-            module
-        ):  # in the middle of a run: a tuner restores the state at its start
+        if self._params.sharded and is_fitting(module):
+            # In the middle of a run: a tuner restores the state at its start.
             self._fill_optimizers(loaded)
             self.randomness.load(loaded.randomness)
             self.randomness.go_on()
