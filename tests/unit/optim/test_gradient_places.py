@@ -91,16 +91,30 @@ def test_sums_over_micro_batches_are_those_of_autograd(kind: str, dtype: torch.d
     )
 
 
-def test_hooks_of_a_parameter_see_its_gradient() -> None:
+@pytest.mark.parametrize("changes", [False, True])
+def test_hooks_of_a_parameter_see_its_gradient(changes: bool) -> None:
     seen: list[float] = []
     for case in both():
         weight = case.model.layers["0"].mlp.fc1.weight
-        weight.register_hook(lambda grad: grad * 2)
+        if changes:
+            weight.register_hook(lambda grad: grad * 2)
         weight.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.norm())))
         for seed in range(2):
             case.backward(seed)
         seen.append(float(case.grads().norm()))
+    assert len(seen) == 6
     assert seen[:3] == pytest.approx(seen[3:], rel=1e-6)
+
+
+def test_a_backward_that_is_differentiated_again_leaves_the_buffers_to_autograd() -> None:
+    """Against the gradients of autograd; an addition that autograd records would tie the buffers to the graph."""
+    cases = both(**KINDS["gpt"])
+    for case in cases:
+        with case.store.accumulating():
+            case.loss(0).backward(create_graph=True)
+        assert not any(buffer.grads.requires_grad for buffer in case.zero.buffers)
+    assert not cases[0].found
+    torch.testing.assert_close(*(case.grads() for case in cases), rtol=0, atol=0)
 
 
 def test_gradients_that_a_caller_asks_for_are_returned() -> None:
