@@ -38,8 +38,6 @@ def test_the_command_line_goes_before_the_environment_and_that_before_the_recipe
         assert data_path(read(*words)) == "mine"
     monkeypatch.setenv("LIGHTNING_MEGATRON_DATA_PATH", "[0.3, a, 0.7, b]")
     assert data_path(read()) == [0.3, "a", 0.7, "b"]
-    monkeypatch.setenv("LIGHTNING_MEGATRON_DATA_PATH", "")
-    assert data_path(read()) == ".demo/corpus_text_document", "an empty variable is none"
 
 
 def test_outputs_go_to_another_folder(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:

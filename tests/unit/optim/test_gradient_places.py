@@ -91,18 +91,15 @@ def test_sums_over_micro_batches_are_those_of_autograd(kind: str, dtype: torch.d
     )
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_hooks_of_a_parameter_see_its_gradient(changes: bool) -> None:
+def test_hooks_of_a_parameter_see_its_gradient() -> None:
     seen: list[float] = []
     for case in both():
         weight = case.model.layers["0"].mlp.fc1.weight
-        if changes:
-            weight.register_hook(lambda grad: grad * 2)
+        weight.register_hook(lambda grad: grad * 2)
         weight.register_post_accumulate_grad_hook(lambda param: seen.append(float(param.grad.norm())))
         for seed in range(2):
             case.backward(seed)
         seen.append(float(case.grads().norm()))
-    assert len(seen) == 6
     assert seen[:3] == pytest.approx(seen[3:], rel=1e-6)
 
 
