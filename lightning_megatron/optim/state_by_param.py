@@ -6,7 +6,9 @@ mapping that is built at its first use, of views of that state; so a step costs 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -72,8 +74,21 @@ class StateByParam(MutableMapping[Any, State]):
         """Remove and return the entry; it makes no entry."""
         return self._built(key).pop(key, *default)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MutableMapping[Any, State]:
+        try:
+            return deepcopy(dict(self._built()), memo)
+        except RuntimeError:  # ranks share the state: a copy has none, as torch reads it while it copies an optimizer
+            return defaultdict(dict)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (self._built(),)
+
+
+class SharedStateEntry(StateByParam):
+    """Entry of a ``state_dict`` for state that ranks share: a use raises an error, a use of a copy too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedStateEntry:
+        return SharedStateEntry(self._build)
 
 
 class OptimizerState:
@@ -135,7 +150,8 @@ class OptimizerState:
     def end_state_dict(self, state_dict: dict[str, Any]) -> None:
         """After ``state_dict``: an entry for state that ranks share raises an error at its first use."""
         if any(bucket.sharded for bucket in self._mains):
-            self._optimizer.state = state_dict["state"] = StateByParam(self._entries)
+            self._optimizer.state = StateByParam(self._entries)
+            state_dict["state"] = SharedStateEntry(self._entries)
 
     def refuse_divided(self, key: object = None) -> None:
         """Raise an error if this rank has only a part of the state.

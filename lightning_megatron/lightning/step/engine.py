@@ -51,7 +51,7 @@ class StepEngine:
     ) -> None:
         self._context = context
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
-        self._is_pipeline = boundary is not None
+        self._is_pipeline, self._shares_outputs = boundary is not None, False
         self._boundary = boundary or StageBoundary(1)  # without a pipeline, only its loss scale is used
         self._logs = LogSync(mesh.pp, device)
         self._metrics = MetricSync(mesh, device)
@@ -72,8 +72,9 @@ class StepEngine:
             return output
 
     def watch(self, module: LightningModule) -> None:
-        """Synchronize the torchmetrics objects of a module over the ranks that see other samples."""
+        """Synchronize the torchmetrics objects of a module over ranks, and look if a hook reads outputs of a step."""
         self._metrics.install(module)
+        self._shares_outputs = self._is_pipeline and reads_outputs(module.trainer)
 
     def split(self, batch: Any, trainer: Trainer, loader: int = 0) -> MicroBatches | None:
         """Micro-batches of a batch; ``None`` if one plain call of the step is enough.
@@ -116,7 +117,7 @@ class StepEngine:
             optimizers.sum_tied()
         self._metrics.step_is_over()
         totals = self._logs.finish("training_step", work.logs, work.totals)
-        return work.output(totals, self._on_all_stages(work.extras) if reads_outputs(module.trainer) else work.extras)
+        return work.output(totals, self._on_all_stages(work.extras) if self._shares_outputs else work.extras)
 
     def _on_all_stages(self, output: Any) -> Any:
         """Output of the last pipeline stage, without its graph."""

@@ -29,6 +29,7 @@ from lightning_megatron.optim.clip import norms_by_name
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.finite_check import FiniteCheck
 from lightning_megatron.optim.kept_values import KeptModel
+from lightning_megatron.optim.other_gradients import OtherGradients
 from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import ParamSpec, named_specs
@@ -86,6 +87,7 @@ class OptimizerSet:
     """One :class:`ShardedOptimizer` for each of the user's optimizers; none if ``configure_optimizers`` returned none.
 
     Attributes:
+        given: the user's optimizers.
         sharded: the distributed optimizers.
         finite_checks: checks of losses, gradients and parameters for NaN and infinity before each step, by optimizer;
             none without ``check_finite``.
@@ -99,7 +101,7 @@ class OptimizerSet:
         config: DistributedOptimizerConfig,
         check_finite: bool = True,
     ) -> None:
-        self._mesh = mesh
+        self._mesh, self.given = mesh, tuple(optimizers)
         specs = list(named_specs(module))
         self._names: list[str] | None = None
         params = {name: param for name, param, _ in specs}
@@ -112,6 +114,7 @@ class OptimizerSet:
             (name, param, replace(spec, tied_with=name) if name in self._shared.repeated else spec)
             for name, param, spec in specs
         ]
+        self._others = OtherGradients(specs, mesh)
         self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
         reduce_late = params.keys() & (self._tied | set(self._shared.names))
         config = replace(config, keep_param_grads=not module.automatic_optimization)
@@ -297,6 +300,10 @@ class OptimizerSet:
             self._shared.sum_gradients(shared, self._mesh.rng.device)
             if self._mesh.embedding.size > 1:
                 sum_tied_gradients({name: sharded.main_grad(name) for name in own & self._tied}, self._mesh.embedding)
+
+    def average_others(self) -> None:
+        """Average gradients of parameters that no optimizer here holds, as DDP does; every replica calls this."""
+        self._others.average(lambda param: any(sharded.holds(param) for sharded in self.sharded))
 
     def grad_norms(self) -> dict[str, Tensor]:
         """L2 norms of the gradients of all parameters of the model, by global name; all ranks call this."""

@@ -262,6 +262,7 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints.randomness.begin_batch(batch_idx)
         self.checkpoints.writer.catch_up()
         trainer = self._ranks.module.trainer
+        self._params.follow_trainer(trainer, self.precision_plugin, self.micro_batch_size)
         warn_of_missed_saves(trainer)
         if self.mesh.is_distributed:
             self._validated = agree_to_validate(trainer, self._validated)

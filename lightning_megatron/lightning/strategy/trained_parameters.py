@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,16 @@ class TrainedParameters:
         self._narrow = None if mode.main is None else mode.params
         precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
 
+    def follow_trainer(self, trainer: Trainer, precision: MegatronPrecision, micro_batch_size: int | None) -> None:
+        """Put the model on the buffers of optimizers that were assigned to ``trainer.optimizers`` during the run."""
+        assert self.optimizers is not None
+        given = self._ranks.strategy.optimizers
+        if len(given) == len(self.optimizers.given) and all(map(is_, given, self.optimizers.given)):
+            return
+        self.end_run()
+        self.optimizers.close()
+        self.put_on_buffers(trainer, precision, micro_batch_size)
+
     # Values between steps
 
     def share_buffers(self, trainer: Trainer, *, sends_gradients: bool) -> None:
@@ -197,6 +208,9 @@ class HookGradients(Callback):
         self._params = params
         self._after_backward = self._before_step = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookGradients:
+        return HookGradients(self._params)  # copies share the strategy
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look which hooks there are."""
         self._after_backward = watches_gradients(trainer, "on_after_backward")
@@ -204,6 +218,8 @@ class HookGradients(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the gradients; under manual optimization only for a hook, as the last backward is not known."""
+        if self._params.backward_is_last and self._params.optimizers is not None:
+            self._params.optimizers.average_others()
         if self._params.backward_is_last and (pl_module.automatic_optimization or self._after_backward):
             for sharded in self._params.sharded:
                 if not sharded.grads_are_complete:

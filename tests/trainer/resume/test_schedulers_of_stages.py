@@ -66,7 +66,7 @@ def schedule(kind: str, optimizer: Optimizer) -> Any:
         return LambdaLR(optimizer, [Power(1 - rate) for rate in rates])
     if kind == "sequence":
         parts = [LinearLR(optimizer, 0.5, total_iters=2), ExponentialLR(optimizer, 0.9)]
-        return SequentialLR(optimizer, parts, milestones=[3])  # type: ignore[arg-type]
+        return SequentialLR(optimizer, parts, milestones=[3])
     if kind == "cycle":
         return CyclicLR(optimizer, rates, [3 * rate for rate in rates], step_size_up=2, cycle_momentum=False)
     if kind == "megatron":

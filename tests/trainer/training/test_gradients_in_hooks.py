@@ -144,6 +144,40 @@ class SeesSometimes(AfterBackward):
         return loss + self.extra(batch).square().mean() if self.global_rank == batch_idx % 2 else loss
 
 
+class StepsByHand(Net):
+    """The head is in no optimizer of :meth:`configure_optimizers`."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.own = torch.optim.SGD(self.head.parameters(), lr=0.05)
+        return torch.optim.SGD(self.body.parameters(), lr=0.1, momentum=0.9)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2:
+            self.own.step()
+            self.own.zero_grad()
+
+
+class OwnOptimizer(StepsByHand):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class NewOptimizers(Net):
+    """Begins with new optimizers in mid-run, whose groups are others."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2:
+            groups = [{"params": self.head.parameters(), "lr": 0.2}, {"params": self.body.parameters()}]
+            self.trainer.optimizers = [torch.optim.AdamW(groups, lr=0.02)]
+
+
 class Clamps(Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         pl_module.look()
@@ -154,6 +188,9 @@ KINDS = [
     AfterBackward, ClipsAfterBackward, ReplacesAfterBackward, BeforeStep, OwnClipping, OwnBackward, OwnStep, Manual,
     OnTensors, SeesSometimes,
 ]  # fmt: skip
+
+
+ELSEWHERE: list[type[Net]] = [StepsByHand, OwnOptimizer, NewOptimizers]
 
 
 def train(kind: type[Net], strategy: Any, **options: Any) -> Found:
@@ -198,3 +235,19 @@ def test_hooks_of_callbacks_do_too(ranks: Ranks) -> None:
 def test_so_they_do_however_a_step_is_cut(ranks: Ranks, ours: dict[str, Any], options: dict[str, Any]) -> None:
     kinds: list[type[Net]] = [AfterBackward, ClipsAfterBackward, BeforeStep]
     assert_equal(ranks(2, both, kinds, ours, **options), 1e-2 if "precision" in options else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ours", "options"),
+    [({}, {}), ({}, {"precision": "bf16-mixed"}), ({"distributed_optimizer": False}, {})],
+    ids=["sharded", "bf16", "whole"],
+)
+def test_gradients_outside_of_the_optimizers_are_averaged_too(
+    ranks: Ranks, ours: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert_equal(ranks(2, both, ELSEWHERE, ours, **options), 1e-5)
+
+
+def test_they_are_averaged_once_a_step_of_accumulated_batches(ranks: Ranks) -> None:
+    for ours in ({}, {"micro_batch_size": 1}):
+        assert_equal(ranks(2, both, [StepsByHand], ours, accumulate_grad_batches=2), 1e-5)

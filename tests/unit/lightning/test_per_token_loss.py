@@ -116,16 +116,16 @@ def test_sums_of_micro_batches_are_added_up_and_means_are_weighted() -> None:
     sums, differentiated = work([counted(1.0, 1), None, counted(5.0, torch.tensor(3))], scale=8.0)
     assert differentiated == [8.0, None, 40.0]
     assert sums.totals == [6.0, 4.0]
-    assert sums.output(sums.totals) == {"loss": 6.0, "num_tokens": 4.0}
+    assert sums.output(sums.totals, sums.extras) == {"loss": 6.0, "num_tokens": 4.0}
     means, differentiated = work([torch.tensor(1.0), torch.tensor(5.0)], scale=8.0)
     assert differentiated == [4.0, 20.0]
     assert means.totals == [3.0]
-    assert means.output(means.totals) == 3.0
+    assert means.output(means.totals, means.extras) == 3.0
 
 
 def test_entries_besides_are_joined() -> None:
     found, _ = work([counted(1.0, 1) | {"x": torch.ones(2)}, counted(5.0, 3) | {"x": torch.zeros(1)}])
-    output = found.output(found.totals)
+    output = found.output(found.totals, found.extras)
     assert output.keys() == {"loss", "num_tokens", "x"}
     assert output["x"].tolist() == [1, 1, 0]
 
@@ -133,9 +133,9 @@ def test_entries_besides_are_joined() -> None:
 def test_a_stage_that_ran_no_whole_step_learns_loss_and_tokens() -> None:
     found, _ = work([])
     assert found.totals == []
-    assert found.output([]) is None
-    assert found.output([torch.tensor(6.0)]) == 6.0
-    assert found.output([torch.tensor(6.0), torch.tensor(4.0)]) == {"loss": 6.0, "num_tokens": 4.0}
+    assert found.output([], None) is None
+    assert found.output([torch.tensor(6.0)], None) == 6.0
+    assert found.output([torch.tensor(6.0), torch.tensor(4.0)], None) == {"loss": 6.0, "num_tokens": 4.0}
 
 
 @pytest.mark.parametrize("outputs", [[counted(1.0, 1), torch.tensor(1.0)], [{"loss": torch.ones(())}, counted(1.0, 1)]])
@@ -198,7 +198,7 @@ def test_uneven_micro_batches_have_the_gradient_of_the_whole_batch() -> None:
         for loss in losses:
             assert loss is not None
             gradient += torch.autograd.grad(loss, [layer.weight])[0]
-        tokens.normalize(found.output(found.totals))
+        tokens.normalize(found.output(found.totals, found.extras))
     factor = tokens.gradient_factor(2)
     assert factor is not None
     torch.testing.assert_close(gradient * factor, expected, rtol=1e-6, atol=0)
