@@ -208,8 +208,8 @@ def test_recomputed_experts_give_bit_equal_gradients_and_are_counted_once(ranks,
     assert ranks(2, recomputed_alike, LAYOUTS[layout]) == [[], []]
 
 
-def zipped_capacities(config: TransformerConfig) -> list[int]:
-    mesh = ParallelMesh.create(ParallelLayout(ep=2), torch.device("cpu"))
+def zipped_capacities(config: TransformerConfig, layout: dict[str, int]) -> list[int]:
+    mesh = ParallelMesh.create(ParallelLayout(**layout), torch.device("cpu"))
     torch.manual_seed(mesh.rank)
     layer = layer_of(config, mesh)
     with torch.no_grad():
@@ -222,8 +222,10 @@ def zipped_capacities(config: TransformerConfig) -> list[int]:
     return [*layer.bins.edges.tolist(), *layer.bins.usage.tolist(), *layer.bins.rows.tolist()]
 
 
-def test_bins_are_the_same_on_all_ranks_whatever_each_has_seen(ranks):
-    first, second = ranks(2, zipped_capacities, replace(WAYS["bins"], moe_capacity_bins_interval=0))
+@pytest.mark.parametrize("layout", ["ep2", "tp2 ep2 etp1"])
+def test_bins_are_the_same_on_all_ranks_whatever_each_has_seen(ranks, layout):
+    config = replace(WAYS["bins"], moe_capacity_bins_interval=0)
+    first, second = ranks(2, zipped_capacities, config, LAYOUTS[layout])
     assert first == second
 
 

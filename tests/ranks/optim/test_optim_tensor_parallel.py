@@ -84,6 +84,33 @@ def test_tensor_parallel_equals_one_process(ranks: Callable[..., list[Any]], wor
             torch.testing.assert_close(params[name], want, rtol=2e-6, atol=1e-6)
 
 
+def added_up(tp: int, shard: bool) -> dict[str, Tensor]:
+    """Gradients of two rounds, each reduced, without a clearing between them."""
+    single = ParallelMesh.single()
+    mesh = single if tp == 0 else ParallelMesh.create(ParallelLayout(tp=tp), torch.device("cpu"))
+    model = Toy(mesh)
+    zero = ShardedOptimizer(
+        torch.optim.SGD(model.parameters()), named_specs(model), mesh, DistributedOptimizerConfig(shard=shard)
+    )
+    x = torch.randn(2, S, H, generator=torch.Generator().manual_seed(1))
+    zero.zero_grads()
+    for part in x:
+        zero.continue_accumulation()
+        with zero.last_backward():
+            model(part).square().mean().backward()
+        zero.finish_grad_sync()
+    return dict(zero.gradients_of(lambda spec: True))
+
+
+def test_gradients_that_are_added_to_reduced_ones_are_those_of_one_process(ranks: Callable[..., list[Any]]) -> None:
+    expected = added_up(0, True)
+    for rank, found in enumerate(ranks(2, added_up, 2, True)):
+        for name, dim in (("up", 0), ("down", 1), ("scale", None), ("bias", None)):
+            want = expected[name].view(F, H) if name == "up" else expected[name].view(H, -1)
+            want = want if dim is None else want.chunk(2, dim)[rank]
+            torch.testing.assert_close(found[name], want.flatten(), rtol=2e-6, atol=1e-6)
+
+
 def tied_norms() -> tuple[float, float]:
     """Norm with a tied copy and without it; and a parameter whose gradient is changed after backward."""
     mesh = ParallelMesh.create(ParallelLayout(), torch.device("cpu"))

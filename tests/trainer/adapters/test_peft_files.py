@@ -124,12 +124,13 @@ def test_a_file_with_other_tensors_is_refused_by_name(tmp_path):
         peft_to_checkpoint(case.peft, tmp_path / "x.ckpt", base=case.hf)
 
 
-@pytest.mark.parametrize("begun", [True, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("begun", [True, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "rslora"])
 def test_an_adapter_computes_what_peft_computes_however_it_began_or_is_refused_by_name(tmp_path, begun):
     """PiSSA and OLoRA change the base weights whenever PEFT loads them."""
     peft, base = pytest.importorskip("peft"), hf_model(TINY["llama"])
     base.save_pretrained(tmp_path / "hf")
-    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": begun}
+    options: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    options |= {"use_rslora": True} if begun == "rslora" else {"init_lora_weights": begun}
     model = peft.get_peft_model(base, peft.LoraConfig(**options))
     for name, param in model.named_parameters():
         if "lora_" in name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -68,6 +68,7 @@ def train(
     ckpt_path: str | None = None,
     stop: int = -1,
     accumulate: int = 1,
+    kind: type[Boosted] = Boosted,
 ) -> dict[str, Any]:
     """Losses, and all of parameters and optimizer state that this rank holds when the run is over."""
     seed_everything(7, verbose=False)
@@ -108,7 +109,7 @@ def train(
 
     trainer.callbacks.append(Look())  # type: ignore[attr-defined]
     with a_device_that_trains_fp16():
-        trainer.fit(Boosted("llama-tiny", lr=1e-3, **SIZES), loader, ckpt_path=ckpt_path)
+        trainer.fit(kind("llama-tiny", lr=1e-3, **SIZES), loader, ckpt_path=ckpt_path)
     return {"losses": recorder.series("train_loss"), "steps": trainer.global_step, "recorder": recorder, **held}
 
 
@@ -221,6 +222,28 @@ def check_going_back(name: str, folder: str, async_save: bool) -> dict[str, Any]
 @pytest.mark.slow
 def test_weights_go_back_and_the_run_goes_on_the_same_each_time(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks(2, check_going_back, name, str(tmp_path), name == "dp2")
+
+
+class Decayed(Boosted):
+    """Learning rates that are products of those before; and what each step was taken with."""
+
+    rates: ClassVar[list[float]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def test_learning_rates_do_not_go_back(tmp_path: Path) -> None:
+    guard, saver = SpikeGuard(**GUARD), ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
+    Decayed.rates.clear()
+    train(rows(STREAK), {}, guard, saver, kind=Decayed)
+    assert [(back.step, back.to) for back in guard.returns] == [(14, 10)]
+    assert Decayed.rates[-9:] == pytest.approx([1e-3 * 0.9**step for step in range(15, STEPS)])
 
 
 def check_checkpoints_near_the_spike_are_passed_over(folder: str) -> None:

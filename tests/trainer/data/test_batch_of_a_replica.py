@@ -67,12 +67,15 @@ def train(layout: str, kind: str) -> str:
         "own in the second epoch": same,
         "longer": Rows(rank, longer=True),
         "stream": Stream(rank, size),
-        "own in validation": same,
+        "own in the second validation": same,
         "own in the second loader of a validation": same,
     }
     trainer = quiet_trainer(MegatronStrategy(**axes), max_epochs=2, use_distributed_sampler=False)
     module = LlamaModule("llama-tiny", **SIZES, num_query_groups=2)
-    validations = [Rows(0), Rows(rank)] if "second loader" in kind else [Rows(rank if "validation" in kind else 0)]
+    held_out = Rows(0)
+    validations = [held_out, Rows(rank)] if "second loader" in kind else [held_out]
+    if kind == "own in the second validation":
+        module.on_validation_end = lambda: vars(held_out).update(_own=rank)  # type: ignore[method-assign]
     if kind == "own in the second epoch":
         module.on_train_epoch_end = lambda: vars(same).update(_own=rank)  # type: ignore[method-assign]
     try:
@@ -90,7 +93,7 @@ def train(layout: str, kind: str) -> str:
         ("pp", "stream"),
         ("cp", "own"),
         ("tp", "own in the second epoch"),
-        ("pp", "own in validation"),
+        ("pp", "own in the second validation"),
         ("tp", "own in the second loader of a validation"),
         pytest.param("tp and dp", "own", marks=pytest.mark.slow),
     ],

@@ -137,6 +137,16 @@ def test_the_order_of_samples_survives_another_number_of_replicas(ranks, data_pa
     assert found == expected(data_path, str(tmp_path))
 
 
+def test_a_prolonged_run_reads_on(data_path, tmp_path):
+    """In one process: Lightning saves after ``max_steps`` with an epoch that it counts as done."""
+    found: dict[int, str] = {}
+    for number, last in enumerate((4, 7)):
+        _, steps = leg(data_path, str(tmp_path), number, {}, last)
+        found |= {step: digest(batch) for step, (batch,) in steps.items()}
+    right = expected(data_path, str(tmp_path))
+    assert found == {step: right[step] for step in range(7)}
+
+
 def resume(data_path: Any, folder: str, other: dict[str, Any], source: str = "0.ckpt") -> int:
     trainer = quiet_trainer(MegatronStrategy(), max_steps=4)
     options = {"batch_size": GLOBAL_BATCH, **other}

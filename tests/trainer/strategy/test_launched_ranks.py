@@ -140,6 +140,19 @@ def test_children_of_a_stopped_launcher_end_by_themselves_and_say_so(tmp_path: P
         assert re.search(r"First to blame: rank 0 .*stopped", text), text
 
 
+def test_failed_children_have_their_global_ranks() -> None:
+    """The launching process is rank 4 here; its children follow it."""
+    waits = "import sys; sys.stdin.read(); sys.exit({})"
+    statuses = (0, 3, 5)
+    command = [sys.executable, "-S", "-c"]
+    processes = [subprocess.Popen([*command, waits.format(s)], stdin=subprocess.PIPE) for s in statuses]
+    children = Children(processes, first_rank=4)
+    children.let_end()  # else a failure would end this process, too
+    for process in processes:
+        process.communicate()
+    assert children.failed == {6: 3, 7: 5}
+
+
 def test_children_that_do_not_end_by_themselves_are_ended_stopped_ones_too() -> None:
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     processes = [

@@ -19,7 +19,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.device import CPU
 from lightning_megatron.lightning.step.micro_batches import join_outputs, split_batch
 from lightning_megatron.lightning.validation.last_stage import warn_of_last_stage
-from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
+from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
 
 pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="Lightning's own strategies stay on the CPU")
 
@@ -84,7 +84,9 @@ class Module(LightningModule):
         return self.layer(x) * torch.tensor([[1.0 + int(n)] for n in names])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.step(batch).square().mean()
+        loss = self.step(batch).square().mean()
+        self.log("loss", loss)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         rows = self.step(batch).detach()
@@ -105,10 +107,12 @@ class Module(LightningModule):
 
 def ran(strategy: Any, kind: str) -> tuple[Any, ...]:
     collate, read = BATCHES[kind]
-    module, trainer = Module(read), quiet_trainer(strategy, max_epochs=1)
+    module, logged = Module(read), Recorder()
+    trainer = quiet_trainer(strategy, max_epochs=1, logger=logged)
     loader = DataLoader(list(range(7)), batch_size=4, collate_fn=collate)  # type: ignore[arg-type,var-annotated]
     trainer.fit(module, loader, loader)
-    return [p.detach().clone() for p in module.parameters()], module.seen, trainer.predict(module, loader)
+    weights = [p.detach().clone() for p in module.parameters()]
+    return weights, logged.series("loss"), module.seen, trainer.predict(module, loader)
 
 
 def assert_alike(ours: Any, stock: Any) -> None:

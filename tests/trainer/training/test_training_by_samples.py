@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_megatron import LlamaModule, MegatronDataModule, MegatronStrategy
 from lightning_megatron.data import IndexedDatasetWriter
@@ -124,6 +126,16 @@ def test_a_run_goes_on_in_mid_ramp(ranks, prefix, tmp_path, first, second):
             assert whole[name] == pytest.approx(one[name], rel=1e-5), name
             assert resumed[name] == pytest.approx(whole[name][4:], rel=0 if first == second else 1e-5), name
         assert resumed["end"] == [7, -1]
+
+
+def test_a_plain_loader_counts_all_batches_of_a_step() -> None:
+    """Six batches of two samples make three steps of four: the rate is that after the samples read until then."""
+    rows = [{"tokens": torch.arange(16) + shift, "labels": torch.arange(16) + shift + 1} for shift in range(12)]
+    trainer = quiet_trainer(MegatronStrategy(), max_epochs=1, accumulate_grad_batches=2)
+    module = Watched("llama-tiny", **RATES, **TINY)
+    trainer.fit(module, DataLoader(rows, 2))  # type: ignore[arg-type]
+    assert module.samples == [2] * 6
+    assert module.rates == pytest.approx([expected(at)[0] for at in (0, 0, 4, 4, 8, 8)], rel=1e-12)
 
 
 def test_more_samples_later(prefix: str, tmp_path: Path) -> None:

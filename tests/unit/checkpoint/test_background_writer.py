@@ -10,8 +10,10 @@ from torch import nn
 from lightning_megatron.checkpoint import BackgroundWriter, Fragment, PendingSave, local_tensors, model_state
 from lightning_megatron.checkpoint.background import host_copy
 from lightning_megatron.checkpoint.background.host_copy import HostCopy
+from lightning_megatron.checkpoint.tensors.fragment import Chunk
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.params import Box
 
 
 def chunks_of(state):
@@ -82,6 +84,19 @@ def test_what_is_written_before_it_was_copied_is_told_and_not_saved():
     with pytest.raises(CheckpointError, match=r"s\d and 2 more was written after the save.*finish_copy\(\)"):
         begun.finish()
     begun.wait()
+
+
+def test_a_write_into_any_chunk_of_a_tensor_is_told():
+    """The chunks of one tensor may be views of several: each has a version of its own."""
+    parts = [torch.zeros(2), torch.zeros(3)]
+    places = [Box((0,), (2,)), Box((2,), (3,))]
+    chunks = tuple(Chunk(place, part, write=True) for place, part in zip(places, parts, strict=True))
+    state = {"model.a": Fragment((5,), torch.float32, chunks)}
+    for part in parts:
+        begun = HostCopy().begin(state, late={"model.a"})
+        part += 1
+        with pytest.raises(CheckpointError, match=r"model\.a was written after the save"):
+            begun.finish()
 
 
 def test_a_copy_that_fails_lets_the_step_go_on_and_the_save_fails(tmp_path, monkeypatch):

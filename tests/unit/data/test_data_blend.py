@@ -197,6 +197,8 @@ def test_blend_cache_and_pickle(write_corpus: WriteCorpus, tmp_path: Path) -> No
     assert len(files) == 3
     again = BlendedDataset(members, [1, 3], 1000, cache_dir=tmp_path / "blend")
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "blend").iterdir()} == files
+    turned = BlendedDataset(members, [3, 1], 1000, cache_dir=tmp_path / "blend")
+    assert [turned.locate(i) for i in range(1000)] == naive_order([0.75, 0.25], 1000, [1000, 1000])
     packed = pickle.dumps(again)
     assert len(packed) < 6000
     assert [pickle.loads(packed).locate(i) for i in range(50)] == [blended.locate(i) for i in range(50)]

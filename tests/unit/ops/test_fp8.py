@@ -167,6 +167,20 @@ def test_what_grows_beyond_its_scale_is_cut_and_a_margin_leaves_room():
         assert (largest == 240.0) == is_cut
 
 
+def test_magnitudes_of_a_skipped_step_do_not_count():
+    """Against a layer without that step."""
+    found = []
+    for skips in (True, False):
+        linear, products, steps = layer()
+        if skips:
+            (100 * linear(100 * random(16, 32, seed=3))).sum().backward()
+            steps.forget_step()
+        linear(random(16, 32, seed=2)).sum().backward()
+        steps.after_optimizer_step()
+        found.append({"scales": products.scale, "history": products.amax_history})
+    assert_same(*found, rtol=0)
+
+
 def test_the_most_recent_step_alone_and_infinities():
     linear, products, steps = layer(amax_compute="most_recent")
     x = random(16, 32, seed=2)

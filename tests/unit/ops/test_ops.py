@@ -211,6 +211,10 @@ def test_rotary_tables_are_kept_and_serve_training_after_inference():
     x = random(S, B, N, D).requires_grad_()
     rope(x, *kept).sum().backward()
     assert rotary.first(S + 1, torch.device("cpu"), torch.float32)[0].shape == (S + 1, 1, 1, D)
+    for dtype in (torch.bfloat16, torch.float32):
+        for table, wide in zip(rotary.first(S, torch.device("cpu"), dtype), kept, strict=True):
+            assert table.dtype == dtype
+            assert torch.equal(table, wide.to(dtype))
     assert not list(rotary.parameters())
 
 

@@ -174,12 +174,19 @@ def drawn_once(rng: RNGStreams, numbers: Iterator[float]) -> Callable[[Tensor], 
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1]], ids=str)
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_forward_has_its_own_results_again_in_any_order_of_backwards(order: list[int], nested: bool) -> None:
-    """Against the derivative of ``2 exp(x)`` and of ``4 exp(3 x)``; graphs are kept and differentiated again."""
+@pytest.mark.parametrize("rest", [None, "ends inside", "goes on"])
+def test_a_forward_has_its_own_results_again_in_any_order_of_backwards(order: list[int], rest: str | None) -> None:
+    """Against the derivative of ``2 exp(x)`` and of ``4 exp(3 x)``; graphs are kept and differentiated again.
+
+    ``rest`` is what follows the part inside another recomputed function, which ends where torch needs no more of it.
+    """
     rng = RNGStreams()
     part = drawn_once(rng, iter([1.0, 2.0, 3.0, 4.0]))
-    function = (lambda x: recomputed(part, x, rng=rng) + 0) if nested else part
+    function = part
+    if rest == "ends inside":
+        function = lambda x: recomputed(part, x, rng=rng) + 0  # noqa: E731
+    elif rest == "goes on":
+        function = lambda x: recomputed(part, x, rng=rng).square().sqrt()  # noqa: E731
     x = torch.tensor(0.5, requires_grad=True)
     outs = [recomputed(function, x, rng=rng) for _ in range(2)]
     right = [2 * x.exp(), 12 * (3 * x).exp()]

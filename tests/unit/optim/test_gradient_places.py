@@ -103,6 +103,32 @@ def test_hooks_of_a_parameter_see_its_gradient() -> None:
     assert seen[:3] == pytest.approx(seen[3:], rel=1e-6)
 
 
+def test_one_hook_of_the_user_is_told_from_that_of_the_bucket_and_runs_before_it() -> None:
+    case = Case(True)
+    weight, seen = case.model.layers["0"].mlp.fc1.weight, list[Tensor]()
+    assert not has_hooks(weight)
+    handle = weight.register_post_accumulate_grad_hook(seen.append)
+    assert has_hooks(weight)
+    case.zero.hook_last(has_hooks)
+    hooks: dict[int, Any] = weight._post_accumulate_grad_hooks
+    assert len(hooks) == 2
+    next(iter(hooks.values()))(weight)
+    assert len(seen) == 1, "the user's hook is the first"
+    handle.remove()
+    assert not has_hooks(weight)
+
+
+def test_a_backward_that_is_differentiated_again_leaves_the_buffers_to_autograd() -> None:
+    """Against the gradients of autograd; an addition that autograd records would tie the buffers to the graph."""
+    cases = both(**KINDS["gpt"])
+    for case in cases:
+        with case.store.accumulating():
+            case.loss(0).backward(create_graph=True)
+        assert not any(buffer.grads.requires_grad for buffer in case.zero.buffers)
+    assert not cases[0].found
+    torch.testing.assert_close(*(case.grads() for case in cases), rtol=0, atol=0)
+
+
 def test_gradients_that_a_caller_asks_for_are_returned() -> None:
     case = Case(True)
     case.backward(0)

@@ -16,7 +16,7 @@ from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.plan import plan_of
 from lightning_megatron.planning.time.communication import Group, Groups, layer_communication, repeated_communication
 from lightning_megatron.planning.time.compute import joined_tokens, layer_work, output_layer
-from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
+from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters, optimizer_seconds
 from lightning_megatron.planning.time.sizes import Sizes
 from lightning_megatron.planning.time.software import Software, software_of
 from lightning_megatron.planning.time.step import time_of
@@ -165,6 +165,13 @@ def test_data_parallel_waiting_without_overlap_is_all_of_it() -> None:
     assert hidden.hidden > 0
     assert shown.hidden == 0
     assert shown.by_cause["dp"] == pytest.approx(hidden.by_cause["dp"] + hidden.hidden)
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_ranks_of_cp_share_the_optimizers_work_like_replicas(cp: int) -> None:
+    """Against ``dp_cp`` of the mesh: eight devices update an eighth each, however they are divided."""
+    one, shared = Sizes(job()), Sizes(job(cp=cp))
+    assert optimizer_seconds(shared, H100, 1e9, 0.0) == pytest.approx(optimizer_seconds(one, H100, 1e9, 0.0))
 
 
 def test_an_uneven_load_of_experts_slows_their_layer() -> None:

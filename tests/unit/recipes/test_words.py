@@ -69,6 +69,10 @@ def test_a_blend_is_a_list() -> None:
     assert found["data"]["init_args"]["data_path"] == [0.3, "a", 0.7, "b"]
 
 
+def test_empty_variables_count_as_missing() -> None:
+    assert changes_of(contents_of(recipe_files("llama-tiny")), dict.fromkeys((*DATA, OUTPUT), "")) == {}
+
+
 def test_another_output_folder_moves_what_lies_in_the_recipes_own(tmp_path: Path) -> None:
     callbacks = [
         {"class_path": "lightning_megatron.Throughput"},

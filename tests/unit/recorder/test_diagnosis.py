@@ -79,6 +79,12 @@ def test_who_is_waited_for_is_followed_to_the_one_that_waits_for_nobody() -> Non
     )
 
 
+def test_of_two_that_are_waited_for_the_one_with_more_waiters_comes_first() -> None:
+    # 3 waits for 1 over dp, and 2 for all others over world; 0 and 1 compute.
+    views = [rank(0, works()), rank(1, works(begun=20)), rank(2, waits("world", 5)), rank(3, waits("dp", 2))]
+    assert diagnose(views).culprits == (1, 0)
+
+
 def test_a_rank_whose_collective_was_only_started_has_come() -> None:
     started = Record(7, Kind.ALL_REDUCE, 8, within=4, group="tp")
     views = [rank(0, waits("tp", 4)), rank(1, works(), done=(started,))]

@@ -37,6 +37,7 @@ class Counted:
         self.same = by_shape(self._same)
         self.constant = by_shape(self._constant)
         self.nested = by_shape(self._nested)
+        self.falling = by_shape(self._falling)
 
     def _product(self, a: Tensor, b: Tensor, times: int = 1) -> Tensor:
         self.runs += 1
@@ -61,6 +62,11 @@ class Counted:
         self.runs += 1
         inner = self.product(a, b)
         return inner * 2 + self.product(a, b)
+
+    def _falling(self, a: Tensor, b: Tensor) -> Tensor:
+        """Most memory comes before the call inside."""
+        (a.expand(100, *a.shape) + 1).sum()
+        return self.product(a, b)
 
 
 @contextmanager
@@ -140,6 +146,18 @@ def test_a_call_inside_another_is_a_part_of_it() -> None:
     cold, warm = figures(KnownCalls(), False), figures(KnownCalls(), True)
     assert cold == warm
     assert cold[1] == 2 * 2 * 8 * 16 * 8
+
+
+def test_a_peak_before_a_call_inside_is_repeated_too() -> None:
+    with rehearsed() as (tracker, counted, _):
+        a, b = torch.empty(8, 16), torch.empty(16, 8)
+        peaks = []
+        for _ in range(2):
+            tracker.restart()
+            counted.falling(a, b)
+            peaks.append(tracker.peak)
+    assert min(peaks) >= 4 * (2 * 8 * 16 + 100 * 8 * 16)
+    assert peaks[0] == peaks[1]
 
 
 def test_calls_of_one_rank_serve_another() -> None:
