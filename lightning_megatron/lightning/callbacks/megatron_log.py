@@ -24,6 +24,7 @@ from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.lightning.callbacks.throughput import WorkDone, work_of
 from lightning_megatron.lightning.monitoring import megatron_lines as lines
+from lightning_megatron.lightning.monitoring.run_arguments import run_arguments
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.validation.samples import PlansSamples
 
@@ -31,11 +32,12 @@ from lightning_megatron.lightning.validation.samples import PlansSamples
 class MegatronLog(Callback):
     """Prints the lines of Megatron-LM's log, so that its tools can read them, and logs its scalars.
 
-    At the start rank 0 prints dtypes, the strategy's arguments, micro-batches, padded vocabulary, ranks, seed,
-    parameters of each (tensor, pipeline) rank, and numbers of samples. Every ``every_n_steps`` steps the last rank
-    prints iteration, consumed samples, time, learning rate, global batch, loss, loss scale, gradient norm, and numbers
-    of skipped steps and of losses that are not finite. Means and counts cover the steps since the last line. As in
-    Megatron-LM, a line of skipped steps alone has no loss, and one whose last step was skipped has no gradient norm.
+    At the start rank 0 prints dtypes, arguments of strategy, module, data, optimizers and Trainer, micro-batches,
+    padded vocabulary, ranks, seed, parameters of each (tensor, pipeline) rank, and numbers of samples. Every
+    ``every_n_steps`` steps the last rank prints iteration, consumed samples, time, learning rate, global batch, loss,
+    loss scale, gradient norm, and numbers of skipped steps and of losses that are not finite. Means and counts cover
+    the steps since the last line. As in Megatron-LM, a line of skipped steps alone has no loss, and one whose last step
+    was skipped has no gradient norm.
 
     All loggers get ``lm loss``, ``learning-rate``, ``batch-size``, ``loss-scale``, ``grad-norm``, ``iteration-time``
     and ``throughput``, with ``consumed-samples`` and ``consumed-tokens``. TensorBoard also gets each of them over
@@ -101,7 +103,7 @@ class MegatronLog(Callback):
         mesh, config = strategy.mesh, getattr(module, "config", None)
         dtype = strategy.precision_plugin.mode.params
         found = [] if dtype == torch.float32 else [f"using {dtype} for parameters ..."]
-        found += lines.argument_lines(strategy.settings)
+        found += lines.argument_lines(run_arguments(trainer, module, strategy.settings))
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, PlansSamples):
             plan, dp = data.sample_plan, strategy.data_parallel_size

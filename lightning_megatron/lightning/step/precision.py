@@ -105,7 +105,11 @@ class MegatronPrecision(Precision):
 
     def _set_precision(self, precision: str, loss_scale: DynamicLossScale | None) -> None:
         if precision not in MODES:
-            advice = {"16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'"}
+            advice = {
+                "16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'",
+                "bf16": "lightning-habana's name for 'bf16-mixed'",
+                "fp8": "operations choose it: MegatronStrategy(ops={'linear_fp8': 'auto'}), with 'bf16-mixed'",
+            }
             reason = advice.get(precision, "not a precision of this strategy")
             raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
         self.precision = precision  # type: ignore[assignment]  # Lightning's Literal has more names

@@ -79,8 +79,18 @@ ELSEWHERE = {
     **dict.fromkeys(("recompute_granularity", "activation_checkpointing"), "recompute"),
     **dict.fromkeys(("cp_communication_type", "context_parallel_comm_type"), "cp_comm_type"),
     **dict.fromkeys(("backend", "distributed_backend"), "process_group_backend"),
+    **dict.fromkeys(
+        ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "start_method"),
+        "leave it out: parameters that a step does not use are found, and gradients always lie in buckets",
+    ),
+    **dict.fromkeys(
+        ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"), "grad_reduce_dtype is the dtype in which ranks sum"
+    ),
+    "bucket_cap_mb": "bucket_size, in elements",
+    **dict.fromkeys(("zero_optimization", "stage", "sharding_strategy"), "distributed_optimizer, which is ZeRO 1"),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "offload_parameters"), "not there: tp, pp and recompute save"),
 }
-"""Arguments of the strategy, or advice, by the names that Megatron, NeMo and DeepSpeed use."""
+"""Arguments of the strategy, or advice, by the names that Megatron, NeMo, DeepSpeed, DDP and lightning-habana use."""
 
 
 @runtime_checkable

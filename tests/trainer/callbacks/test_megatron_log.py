@@ -81,7 +81,14 @@ def test_lines_and_scalars_of_a_run(prefix: str, tmp_path: Path, capsys: pytest.
     assert {(row[7], row[9], row[10]) for row in found} == {("1.0", "0", "0")}
     assert all(float(row[3]) >= 0 for row in found)
     for line in (
-        "  micro_batch_size ................................ 4",
+        "  micro_batch_size ................................ 4",  # of the strategy
+        "  ffn_hidden_size ................................. 48",  # of the model
+        "  warmup_samples .................................. 20",  # of the module
+        "  optimizer ....................................... AdamW",
+        "  optimizer.weight_decay .......................... 0.1",
+        "  data_module ..................................... MegatronDataModule",
+        "  seq_length ...................................... 16",
+        "  gradient_clip_val ............................... 1.0",  # of the Trainer
         " > padded vocab (size: 131) with 125 dummy tokens (new size: 256)",
         "> initialized tensor model parallel with size 1",
         "> setting random seeds to 7 ...",
