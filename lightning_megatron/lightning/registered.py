@@ -18,7 +18,7 @@ HABANA = {
     "hpu_fsdp": "MegatronStrategy(tp=, pp=), which cuts layers over cards",
     "hpu_deepspeed": "MegatronStrategy(), whose sharded optimizer is ZeRO 1",
 }
-"""What to write in place of the strategies of lightning-habana."""
+"""Strategies of lightning-habana, and what replaces each."""
 
 
 def _refuse(name: str) -> NoReturn:

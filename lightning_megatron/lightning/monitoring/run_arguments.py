@@ -18,17 +18,20 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 
 def run_arguments(trainer: Trainer, module: LightningModule, settings: Mapping[str, Any]) -> dict[str, object]:
-    """Names and values; a name that two parts have is written as ``part.name``, one of an optimizer always.
+    """Names and values. A name that two parts have is written as ``part.name``, and so is every name of an optimizer.
 
     Args:
         settings: arguments of the strategy.
     """
     found: dict[str, object] = dict(settings)
-    parts = [("model", _flat(module.hparams)), ("trainer", {name: getattr(trainer, name) for name in _OF_TRAINER})]
+    parts: dict[str, dict[str, object]] = {
+        "model": dict(_flat(module.hparams)),
+        "trainer": {name: getattr(trainer, name) for name in _OF_TRAINER},
+    }
     if (data := getattr(trainer, "datamodule", None)) is not None:
         own = {name: value for name, value in vars(data).items() if not name.startswith("_")}
-        parts.append(("data", {"data_module": type(data).__name__, **dict(_flat(own))}))
-    for part, arguments in ((name, dict(pairs)) for name, pairs in parts):
+        parts["data"] = {"data_module": type(data).__name__, **dict(_flat(own))}
+    for part, arguments in parts.items():
         found |= {f"{part}.{name}" if name in found else name: value for name, value in arguments.items()}
     for number, optimizer in enumerate(trainer.optimizers):
         name = "optimizer" if len(trainer.optimizers) == 1 else f"optimizer_{number}"

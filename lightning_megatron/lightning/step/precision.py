@@ -109,9 +109,8 @@ class MegatronPrecision(Precision):
                 "16-true": "fp16 without fp32 main parameters does not train: use '16-mixed'",
                 "bf16": "lightning-habana's name for 'bf16-mixed'",
                 "fp8": "operations choose it: MegatronStrategy(ops={'linear_fp8': 'auto'}), with 'bf16-mixed'",
-            }
-            reason = advice.get(precision, "not a precision of this strategy")
-            raise ConfigError([Problem("precision", precision, reason, nearest_names(precision, list(MODES)))])
+            }.get(precision, "not a precision of this strategy")
+            raise ConfigError([Problem("precision", precision, advice, nearest_names(precision, list(MODES)))])
         self.precision = precision  # type: ignore[assignment]  # Lightning's Literal has more names
         self.mode = MODES[precision]
         self.loss_scale = (loss_scale or DynamicLossScale()) if self.mode.loss_scaled else None
@@ -124,11 +123,9 @@ class MegatronPrecision(Precision):
         """
         if isinstance(plugin, MegatronPrecision):
             return plugin
+        of_lightning = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
         # HPUPrecisionPlugin: Lightning <= 2.5.5 creates lightning-habana's plugin on HPU.
-        if (
-            type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-            or type(plugin).__name__ == "HPUPrecisionPlugin"
-        ):
+        if type(plugin) in of_lightning or type(plugin).__name__ == "HPUPrecisionPlugin":
             self._set_precision(str(plugin.precision), self.loss_scale)
             return self
         reason = "the strategy decides dtypes itself: pass Trainer(precision=...) or MegatronPrecision(...)"
@@ -344,10 +341,9 @@ class MegatronPrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm over the whole model, including the parts that other ranks hold."""
-        if (sharded := self._sharded(optimizer)) is None:
-            return
-        self._complete(sharded)
-        self.last_grad_norm = sharded.clip_by_norm(float(clip_val))
+        if (sharded := self._sharded(optimizer)) is not None:
+            self._complete(sharded)
+            self.last_grad_norm = sharded.clip_by_norm(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamp every element of the gradients."""
