@@ -16,7 +16,7 @@ HABANA = {
     "hpu_ddp": "MegatronStrategy()",
     "hpu_parallel": "MegatronStrategy()",
     "hpu_fsdp": "MegatronStrategy(tp=, pp=), which cuts layers over cards",
-    "hpu_deepspeed": "MegatronStrategy(), whose sharded optimizer is ZeRO 1",
+    "hpu_deepspeed": "MegatronStrategy(): its sharded optimizer is ZeRO 1",
 }
 """Strategies of lightning-habana, and what replaces each."""
 
