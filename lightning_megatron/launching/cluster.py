@@ -75,7 +75,8 @@ def _resource_problems(resources: Mapping[str, object]) -> list[Problem]:
 
 
 def _key_problems(place: str, given: Mapping[str, object], known: Sequence[str]) -> list[Problem]:
-    return [unknown_name(f"{place}.{key}", value, "key", known) for key, value in given.items() if key not in known]
+    places = [f"{place}.{key}" for key in known]
+    return [unknown_name(f"{place}.{key}", value, "key", places) for key, value in given.items() if key not in known]
 
 
 def _toleration_problems(tolerations: list[Mapping[str, object]]) -> list[Problem]:
