@@ -214,7 +214,7 @@ def _strategy(line: CommandLine, batch: _Batch, problems: list[Problem]) -> dict
     if get("zero_stage", 0) > 1:
         line.without["--zero-stage"] = "stage 1 is what `distributed_optimizer` is; gradients and parameters stay whole"
     if get("grad_reduce_in_bf16"):
-        found["grad_reduce_dtype"] = "bf16"
+        found["main_grads_dtype"] = "bf16"  # of buffers, in which Megatron accumulates and sends
     if minutes := given.get("distributed_timeout_minutes"):
         hours, rest = divmod(int(minutes * 60), 3600)
         found["timeout"] = f"{hours}:{rest // 60:02}:{rest % 60:02}"
