@@ -17,7 +17,7 @@ from lightning_megatron.layers.norm import model_norm
 from lightning_megatron.layers.whole_linear import WholeLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.transformer import Block, Embedding, Head
-from lightning_megatron.ops.activation import activation_of
+from lightning_megatron.ops.activation import activation
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import run_part
@@ -109,7 +109,7 @@ class BertHead(Head):
         h, std = config.hidden_size, config.init_std
         self.bias = nn.Parameter(torch.zeros(self.rows))
         self.transform = WholeLinear(h, h, mesh, sequence_parallel=sequence_parallel, init_std=std)
-        self.activation = activation_of(config).run
+        self.activation = activation(config.head_activation or config.activation).run
         self.encoder_norm: nn.Module = nn.Identity()
         if not config.norms_after:
             self.encoder_norm = model_norm(config, h, mesh, sequence_parallel, ops)
