@@ -130,20 +130,24 @@ class BertHead(Head):
         out: Tensor = self.encoder_norm(hidden)
         return out
 
-    def follows(self, encoded: Tensor) -> Tensor:
-        """Logits ``[B, 2]`` from the result of :meth:`encoded`, equal on all ranks.
-
-        The first says that the second segment follows the first one, the other that it does not.
-        """
+    def pooled(self, encoded: Tensor) -> Tensor:
+        """Pooled features ``[B, H]`` of the first token from the result of :meth:`encoded`, equal on all ranks."""
         assert self.pooler is not None
-        assert self.next_sentence is not None
         first = encoded[0]
         if self.sequence_parallel:  # the first rank's shard begins with the first token
             first = reduce_from_region(first * float(self.axis.rank == 0), self.axis)
         # Gradients are averaged over context-parallel ranks, of which only one has a gradient here.
         first = copy_to_region(first * float(self.context.rank == 0), self.context)
         first = reduce_from_region(first, self.context)
-        out: Tensor = self.next_sentence(torch.tanh(self.pooler(first)))
+        return torch.tanh(self.pooler(first))
+
+    def follows(self, encoded: Tensor) -> Tensor:
+        """Logits ``[B, 2]`` from the result of :meth:`encoded`, equal on all ranks.
+
+        The first says that the second segment follows the first one, the other that it does not.
+        """
+        assert self.next_sentence is not None
+        out: Tensor = self.next_sentence(self.pooled(encoded))
         return out
 
     def _enter(self, hidden: Tensor) -> Tensor:
