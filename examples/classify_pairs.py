@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     else:
         module = Classifier("bert-tiny", vocab_size=tokenizer.vocab_size, **more)
     held_out = len(train) // 10
-    loaders = [
+    loaders: list[DataLoader[Any]] = [
         DataLoader(
             [sample(pair, tokenizer, options.seq_length) for pair in part],  # type: ignore[arg-type]
             batch_size=options.batch_size,
