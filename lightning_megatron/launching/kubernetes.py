@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ def manifests(job: TrainingJob) -> list[Manifest]:
         OSError: for a file that cannot be read.
     """
     raise_if_any(_problems(job))
-    files = {f"{number}-{Path(config).name}": config for number, config in enumerate(job.configs) if is_file(config)}
+    files = {_key(number, config): config for number, config in enumerate(job.configs) if is_file(config)}
     places = {config: f"{_RECIPE}/{key}" for key, config in files.items()}
     job = replace(job, configs=tuple(places.get(config, config) for config in job.configs))
     started = _mpi_job(job) if job.cluster.kubernetes.kind == "MPIJob" else _pytorch_job(job)
@@ -69,6 +70,11 @@ def manifests(job: TrainingJob) -> list[Manifest]:
     metadata = _metadata(job.cluster) | {"name": _recipe_name(job.cluster)}
     texts = {key: Path(config).read_text() for key, config in files.items()}
     return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": texts}, started]
+
+
+def _key(number: int, config: str) -> str:
+    """Name of a recipe's file in a ConfigMap, which allows few characters."""
+    return f"{number}-{re.sub('[^-._a-zA-Z0-9]+', '-', Path(config).name)}"
 
 
 def _recipe_name(cluster: Cluster) -> str:

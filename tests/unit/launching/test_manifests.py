@@ -24,7 +24,7 @@ def replicas_of(job: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_manifest_carries_the_files_of_its_recipe(tmp_path: Path, kind: str) -> None:
     """Two files of one name, in their order; those that only describe the cluster stay away, names are in the image."""
-    paths = [tmp_path / folder / "recipe.yaml" for folder in "ab"]
+    paths = [tmp_path / folder / "my recipe.yaml" for folder in "ab"]
     for path, text in zip(paths, (RECIPE.read_text(), "trainer: {max_steps: 3} # a change\n"), strict=True):
         path.parent.mkdir()
         path.write_text(text)
@@ -34,7 +34,7 @@ def test_a_manifest_carries_the_files_of_its_recipe(tmp_path: Path, kind: str) -
     is_manifest(job)
     is_manifest(config_map)
     assert config_map["metadata"] == {"name": "job-recipe", "namespace": "ml"}
-    assert config_map["data"] == {f"{2 * n}-recipe.yaml": path.read_text() for n, path in enumerate(paths)}
+    assert config_map["data"] == {f"{2 * n}-my-recipe.yaml": path.read_text() for n, path in enumerate(paths)}
     pod = replicas_of(job)["Worker"]["template"]["spec"]
     (volume,) = [each["name"] for each in pod["volumes"] if each.get("configMap") == {"name": "job-recipe"}]
     (mount,) = [each for each in pod["containers"][0]["volumeMounts"] if each["name"] == volume]
@@ -42,7 +42,7 @@ def test_a_manifest_carries_the_files_of_its_recipe(tmp_path: Path, kind: str) -
     first, *_ = replicas_of(job).values()
     script = first["template"]["spec"]["containers"][0]["command"][-1].replace(" \\\n    ", " ")
     place = mount["mountPath"]
-    assert f"--config {place}/0-recipe.yaml --recipe llama-tiny --config {place}/2-recipe.yaml --ckpt_path" in script
+    assert f"--config {place}/0-my-recipe.yaml --recipe llama-tiny --config {place}/2-my-recipe.yaml " in script
     assert str(tmp_path) not in yaml.safe_dump(job)
 
 
