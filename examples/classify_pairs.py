@@ -22,7 +22,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
@@ -136,7 +136,14 @@ def sample(pair: Pair, tokenizer: Any, length: int) -> dict[str, Tensor]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> float:
+def loader(
+    pairs: Sequence[Pair], tokenizer: Any, options: argparse.Namespace, *, shuffle: bool = False
+) -> DataLoader[Any]:
+    samples: Any = [sample(pair, tokenizer, options.seq_length) for pair in pairs]
+    return DataLoader(samples, batch_size=options.batch_size, shuffle=shuffle)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", help="checkpoint of a BERT (default: a small model that knows nothing)")
     parser.add_argument("--vocab-file", help="its vocab.txt")
@@ -153,31 +160,29 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     options = parser.parse_args(arguments)
-    given = (options.weights, options.vocab_file), (options.train, options.test)
-    if any(len([one for one in both if one is None]) == 1 for both in given):
-        parser.error("--weights needs --vocab-file, and --train needs --test")
-    if options.train and not options.vocab_file:
-        parser.error("--train needs --vocab-file: the small model knows the words of the made pairs only")
+    if (options.weights is None) != (options.vocab_file is None):
+        parser.error("--weights and --vocab-file belong together")
+    if (options.train is None) != (options.test is None):
+        parser.error("--train and --test belong together")
+    if options.train and not options.weights:
+        parser.error("--train needs --weights: the small model knows only the words of the made pairs")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> float:
+    options = parsed(arguments)
     L.seed_everything(1234)
+    made: dict[str, Any] = {"classes": options.classes, "lr": options.lr, "weight_decay": 0.01}
+    tokenizer: Any
+    if options.weights:  # a checkpoint of the pretrained model has no layer for the classes
+        tokenizer = build_tokenizer(options.tokenizer_type, vocab_file=options.vocab_file)
+        module = Classifier.load_from_checkpoint(options.weights, strict=False, **made)
+    else:
+        tokenizer = Words()
+        module = Classifier("bert-tiny", vocab_size=tokenizer.vocab_size, **made)
     pairs = made_pairs()
     train, test = (read_pairs(options.train), read_pairs(options.test)) if options.train else (pairs[384:], pairs[:384])
-    tokenizer = (
-        build_tokenizer(options.tokenizer_type, vocab_file=options.vocab_file) if options.vocab_file else Words()
-    )
-    more: dict[str, Any] = {"classes": options.classes, "lr": options.lr, "weight_decay": 0.01}
-    if options.weights:  # its heads stay unused, and the new layer is not in it
-        module = Classifier.load_from_checkpoint(options.weights, strict=False, **more)
-    else:
-        module = Classifier("bert-tiny", vocab_size=tokenizer.vocab_size, **more)
-    held_out = len(train) // 10
-    loaders: list[DataLoader[Any]] = [
-        DataLoader(
-            [sample(pair, tokenizer, options.seq_length) for pair in part],  # type: ignore[arg-type]
-            batch_size=options.batch_size,
-            shuffle=number == 0,
-        )
-        for number, part in enumerate((train[held_out:], train[:held_out], test))
-    ]
+    held_out = max(1, len(train) // 10)
     trainer = L.Trainer(
         devices=options.devices,
         strategy=MegatronStrategy(tp=options.tp, pp=options.pp, micro_batch_size=max(1, options.batch_size // 4)),
@@ -185,10 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> float:
         gradient_clip_val=1.0,
         log_every_n_steps=10,
         default_root_dir="out",
-        callbacks=[ModelCheckpoint(options.out, monitor="val_accuracy", mode="max")],
+        callbacks=[ModelCheckpoint(options.out, monitor="val_accuracy", mode="max"), EarlyStopping("val_loss")],
     )
-    trainer.fit(module, loaders[0], loaders[1])
-    (found,) = trainer.test(module, loaders[2], ckpt_path="best", verbose=False)
+    trainer.fit(
+        module,
+        loader(train[held_out:], tokenizer, options, shuffle=True),
+        loader(train[:held_out], tokenizer, options),
+    )
+    (found,) = trainer.test(module, loader(test, tokenizer, options), ckpt_path="best", verbose=False)
     if trainer.is_global_zero:
         print(f"accuracy on {len(test)} held-out samples: {found['test_accuracy']:.1%}")
     return found["test_accuracy"]

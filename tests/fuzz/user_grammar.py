@@ -182,6 +182,7 @@ SENSELESS = rules(
             "ours cb-read @pp2",
         ),
         "a mean over micro-batches": ("odd collect @mb2",),
+        "code behind the model's call runs on the last stage alone": ("collect @pp2",),
         "a step returns one thing": ("outputs num-tokens",),
         "the model is built later": ("ours loads-back",),
         "freezing twice": ("frozen unfreeze", "frozen cb-unfreeze", "unfreeze cb-unfreeze", "late-group cb-unfreeze"),

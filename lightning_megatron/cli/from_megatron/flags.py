@@ -148,7 +148,7 @@ TAKEN: tuple[Flag, ...] = (
     ),
     Flag("--async-save", "switch", _STRATEGY + "async_save"),
     Flag("--use-torch-compile", "bool", _STRATEGY + "compile"),
-    Flag("--use-regional-compilation", "bool", _STRATEGY + "compile", "use_torch_compile"),
+    Flag("--use-regional-compilation", "bool", _STRATEGY + "compile"),
     Flag("--use-fast-softmax", "bool", _STRATEGY + "ops", default=True),
     Flag("--use-fused-sdpa", "bool", _STRATEGY + "ops", default=True),
     Flag("--fp8-format", "str", _STRATEGY + "ops", "fp8"),

@@ -33,12 +33,13 @@ def megatron_config(checkpoint: MegatronCheckpoint, path: PathLike) -> Transform
     fields = config_from_arguments(checkpoint.arguments)
     if "lm_head.dense.weight" not in checkpoint.tensors:
         return TransformerConfig(**fields)
+    is_fused = fields["activation"] == "gelu_tanh" and not checkpoint.arguments.get("openai_gelu")
     types = checkpoint.tensors.get("embedding.tokentype_embeddings.weight")
     return BertConfig(
         **fields,
         norm_position="before",
-        # The fused kernel, which computes the approximation, is one of layers only.
-        head_activation="gelu_tanh" if checkpoint.arguments.get("openai_gelu") else "gelu",
+        # The kernel that fuses bias and GELU approximates it, and is one of layers only.
+        head_activation="gelu" if is_fused else "",
         num_token_types=0 if types is None else types.shape[0],
         next_sentence="binary_head.weight" in checkpoint.tensors,
     )
