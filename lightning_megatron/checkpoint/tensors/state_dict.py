@@ -30,7 +30,7 @@ def local_tensors(model: nn.Module) -> dict[str, Any]:
     return {name: live[name] for name, first in first_names(live).items() if first == name}
 
 
-def first_names(live: Mapping[str, Any]) -> dict[str, str]:
+def first_names(live: dict[str, Any]) -> dict[str, str]:
     """The names in a ``state_dict``, each with the first name of the same tensor; equal numbers are not tied."""
     first = {id(value): name for name, value in reversed(list(live.items())) if torch.is_tensor(value)}
     return {name: first.get(id(value), name) for name, value in live.items()}
