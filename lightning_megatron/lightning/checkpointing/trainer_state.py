@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups, take_own_groups
+from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_frozen, rejoin_groups, take_own_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -299,6 +300,8 @@ def load_optimizers(
     alike = {optimizer_family(i) for i, optimizer in enumerate(optimizers) if optimizer.is_like(state[groups_key(i)])}
     for index, optimizer in enumerate(optimizers):
         rejoin(state[groups_key(index)], module, optimizer)
+        trained = partial(opened.names_with_state, index, state[groups_key(index)], is_in_order)
+        rejoin_frozen(trained, module, optimizer)
         begin_optimizer(optimizer, state[groups_key(index)])
         schedulers.regroup(optimizer.optimizer, state[groups_key(index)] or (), optimizer.group_names())
         state |= optimizer_part(index, optimizer, mesh, sharded, today)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint import load, local_tensors, model_state, save
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.fp8_grouped import grouped_linear_fp8
 from lightning_megatron.layers.fp8_linear import Fp8Gemms, Fp8Steps, multiply_in_fp8, use_fp8
@@ -18,6 +20,8 @@ from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Kernels, Fp8Recipe
 from lightning_megatron.ops.implementation import Selection
 from lightning_megatron.ops.registry import Ops, choices_of
+from lightning_megatron.params import spec_registry
+from lightning_megatron.testing.parity import assert_same
 
 COUNTS = (3, 0, 16, 5)
 CONFIG = TransformerConfig(
@@ -70,6 +74,26 @@ def test_products_and_gradients_are_near_fp32() -> None:
     for ours, theirs in zip(found, right, strict=True):
         error = (ours - theirs).norm() / theirs.norm()
         assert 1e-3 < error < 0.1  # E5M2 has two bits: at most 1/8 an element
+
+
+def test_a_checkpoint_loads_into_a_run_with_and_without_fp8(tmp_path: Path) -> None:
+    mesh = ParallelMesh.single()
+    for before, after in ((True, True), (True, False), (False, True)):
+        layers = []
+        for seed, fp8 in ((1, before), (2, after)):
+            torch.manual_seed(seed)
+            layers.append(MoELayer(CONFIG, mesh, sequence_parallel=False))
+            for linear in layers[-1].experts.grouped_linears().values() if fp8 else ():
+                products = multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(), LINEAR_FP8.select("cpu")[1])
+                products.amax_history.fill_(float(seed))
+        first, second = (torch.nn.ModuleDict({"experts_of": layer}) for layer in layers)
+        states = [model_state(local_tensors(model), spec_registry(model), mesh) for model in (first, second)]
+        path = tmp_path / f"{before}-{after}.ckpt"
+        save(path, states[0], {}, mesh)
+        load(path, states[1], mesh)
+        assert_same(dict(second.named_parameters()), dict(first.named_parameters()), rtol=0)
+        if before and after:
+            assert_same(dict(second.state_dict()), dict(first.state_dict()), rtol=0)
 
 
 class WithKernels(Ops):
