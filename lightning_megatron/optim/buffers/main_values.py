@@ -100,13 +100,12 @@ class MainValues:
         A part of another dtype than the bucket's gradients gets its own in :meth:`convert_grads`.
         """
         self._split(states, lambda slot: slot.has_grad)
+        grads = {part.start: grad for part, grad in self.grads()}
         for part in self.parts:
-            part.param.grad = None
-        for part, grad in self.grads():
-            if part.owned is not None and part.param is part.owned.param:
+            if part.start in grads and part.owned is not None and part.param is part.owned.param:
                 part.slots[0].attach()
-            elif not self.converts_grads:
-                part.param.grad = grad
+            else:
+                part.param.grad = None if self.converts_grads else grads.get(part.start)
 
     def grads(self) -> Iterator[tuple[MainParam, Tensor]]:
         """Parts that have gradients, and those gradients: views of the bucket's, in the shapes of the parts."""
