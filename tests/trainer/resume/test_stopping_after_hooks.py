@@ -96,6 +96,7 @@ class Averages(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.kept = self.kept or [param.detach().clone() for param in module.student.parameters()]
+        self.kept = [kept.to(module.device) for kept in self.kept]
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         for kept, param in zip(self.kept, module.student.parameters(), strict=True):
