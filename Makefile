@@ -20,7 +20,7 @@ export FAKE_PROCESSOR
 export PYTHONPATH := $(CURDIR)/tests/processors$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming lightning-suite bench docs dist lint types clean
+.PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming test-habana lightning-suite bench docs dist lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -86,6 +86,21 @@ $(STREAMING)/ready: setup.cfg pyproject.toml
 	@$(STREAMING)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install --editable '.[dev,litdata,mosaic]'
 	@touch $@
 
+# lightning-habana's accelerator, on the last Lightning that it imports on; a skipped test is a failure here.
+HABANA := $(VENV)-habana
+
+test-habana: $(HABANA)/ready
+	$(HABANA)/bin/python -m pytest $(GAUDI) -rs tests/device/test_lightning_habana.py $(PYTEST) | tee $(HABANA)/log
+	@grep -q "1 passed" $(HABANA)/log
+
+$(HABANA)/ready: setup.cfg pyproject.toml
+	@echo "$(HABANA): installing lightning-habana and Lightning 2.5.5"
+	@rm -rf $(HABANA)
+	@$(PYTHON) -m venv $(HABANA)
+	@$(HABANA)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install $(TORCH)
+	@$(HABANA)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install --editable '.[dev]' lightning==2.5.5 lightning-habana==1.6.0
+	@touch $@
+
 # Lightning's own tests, as they are and with our strategy, from a checkout of its repository (docs/lightning-suite.md).
 # By hand: SUITE="--one-file", or some of its folders.
 lightning-suite: $(READY)
@@ -118,7 +133,7 @@ types: $(READY)
 	$(BIN)/mypy $(wildcard lightning_megatron examples benchmarks)
 
 clean:
-	rm -rf $(VENV) $(STREAMING) .demo
+	rm -rf $(VENV) $(STREAMING) $(HABANA) .demo
 
 HAS_ACCELERATOR := from runpy import run_path; \
 	raise SystemExit(run_path("lightning_megatron/device/kinds.py")["best_available"]().type == "cpu")

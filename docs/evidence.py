@@ -38,8 +38,8 @@ right calls are made, and nothing about speed, memory or a chip's arithmetic. It
 
 A "yes" names tests, not a run of them. {ran}
 *Held by*: the gate is `make test`, which every change passes (`.ci/run`), on the CPU and on the simulated HPU. It has
-the smallest tests that show a feature; `make test-all` has all of them, whole grids and killed jobs too. What needs an
-extra that is too large for every change has a target of its own.
+the smallest tests that show a feature; `make test-all` has all of them, whole grids and killed jobs too: alone where it
+stands behind a name. What needs an extra that is too large for every change has a target of its own.
 """
 
 
@@ -125,7 +125,8 @@ def _word(value: bool | str | None) -> str:
 
 
 def _files(entry: dict[str, Any]) -> str:
-    return ", ".join(f"`{path}`" for path in entry["evidence"])
+    alone = entry.get("beyond", ())
+    return ", ".join(f"`{path}`{' (`make test-all`)' if path in alone else ''}" for path in entry["evidence"])
 
 
 if __name__ == "__main__":

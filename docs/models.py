@@ -43,6 +43,7 @@ LICENCES = {
     "gpt3-": ("", ""),
     "llama2-": ("Llama 2 Community License, and a use policy", "meta-llama/Llama-2-7b-hf"),
     "llama3.": ("Llama 3.1 or 3.2 Community License, and a use policy", "meta-llama/Llama-3.1-8B"),
+    "megatron-bert-": ("terms of NVIDIA's NGC catalog", "nvidia/megatron-bert-cased-345m"),
     "mistral-": (APACHE, "mistralai/Mistral-7B-v0.1"),
     "mixtral-": (APACHE, "mistralai/Mixtral-8x7B-v0.1"),
     "qwen2.5-": (APACHE, "Qwen/Qwen2.5-7B"),

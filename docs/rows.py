@@ -11,17 +11,16 @@ import yaml
 
 HERE = Path(__file__).parent
 PAGE = HERE / "rows.md"
-STATES = ("yes", "open", "out")
+STATES = ("yes", "part", "out")
 HEAD = """\
 <!-- made from rows.yaml by `python docs/rows.py` -->
 # What was asked for, row by row
 
 Five documents on training with Megatron's parallelism (Intel's fork of Megatron-LM for Gaudi, its Mixtral example,
-BLOOM with GPU migration, NVIDIA's note on Megatron-LM, a test case for clusters) ask for 141 things; 75 features are
+BLOOM with GPU migration, NVIDIA's note on Megatron-LM, a test case for clusters) ask for 150 things; 75 features are
 those that such programs have, or that none has. *Yes* names the tests that show it, on CPUs and simulated Gaudis unless
-said otherwise: no real Gaudi was ever at hand. *Out* has its reason, *open* says what is missing, with the issue that
-it belongs to. [What works](evidence.md) has the devices of each feature, and [clusters](cluster-rows.md) more rows of
-their own kind.
+said otherwise: no real Gaudi was ever at hand. *Out* has its reason, *part* says what is missing. [What
+works](evidence.md) has the devices of each feature, and [clusters](cluster-rows.md) more rows of their own kind.
 """
 
 
@@ -50,12 +49,11 @@ def _counts(name: str, found: Sequence[dict[str, Any]]) -> str:
 
 
 def _state(entry: dict[str, Any]) -> tuple[str, str]:
-    if entry["state"] == "yes":
-        tests = ", ".join(f"`{path}`" for path in entry["held"])
-        return "yes", f"{entry['note']}: {tests}" if "note" in entry else tests
     if entry["state"] == "out":
         return "out", entry["reason"]
-    return f"open, {entry['issue']}", f"missing: {entry['lacks']}"
+    tests = ", ".join(f"`{path}`" for path in entry["held"])
+    words = f"missing: {entry['lacks']}" if entry["state"] == "part" else entry.get("note")
+    return entry["state"], f"{words}: {tests}" if words else tests
 
 
 def _line(*cells: str) -> str:

@@ -28,7 +28,7 @@ from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_oversiz
 from lightning_megatron.checkpoint.saving import own_key
 from lightning_megatron.checkpoint.select.hashes import Check, compared
 from lightning_megatron.checkpoint.tensors.fragment import Chunk, Fragment
-from lightning_megatron.checkpoint.tensors.keys import Key, not_begun
+from lightning_megatron.checkpoint.tensors.keys import MAIN, Key, groups_key, not_begun, optimizer_family, state_key
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
@@ -146,9 +146,7 @@ class OpenCheckpoint(os.PathLike[str]):
             CheckpointError: on every rank, if the checkpoint does not fit.
         """
         mesh, action = self.mesh, f"loading {self.path}"
-        of_stages: Order = "definition" if is_in_order else "unknown"
-        order: Order = "groups" if mesh.pp.size == 1 else of_stages
-        part = on_all_ranks(mesh, action, lambda: self.source.part_for(state, order))
+        part = on_all_ranks(mesh, action, lambda: self.source.part_for(state, self._order(is_in_order)))
         metadata = part.metadata
         unexpected = _unexpected(state, metadata, mesh)
         absent = not_begun(state, metadata.state_dict_metadata, alike)
@@ -163,6 +161,22 @@ class OpenCheckpoint(os.PathLike[str]):
         per_rank = wanted.pop(own) if is_own else None
         state.update(wanted)
         return Loaded(self.meta, self.source.layout, per_rank, tuple(missing), tuple(absent), tuple(unexpected))
+
+    def _order(self, is_in_order: bool) -> Order:
+        of_stages: Order = "definition" if is_in_order else "unknown"
+        return "groups" if self.mesh.pp.size == 1 else of_stages
+
+    def names_with_state(self, index: int, groups: Any, is_in_order: bool) -> set[str]:
+        """Global names of the parameters whose state of an optimizer was saved.
+
+        Args:
+            index: number of the optimizer in the module.
+            groups: its saved groups, as :meth:`fill` has filled them.
+            is_in_order: see :meth:`fill`.
+        """
+        asked: State = {groups_key(index): groups, state_key(index, "", MAIN): None}
+        keys = map(Key.parse, self.source.part_for(asked, self._order(is_in_order)).metadata.state_dict_metadata)
+        return {key.name for key in keys if key.family == optimizer_family(index) and key.state and not key.is_main}
 
     def tensors(self) -> dict[str, LazyTensor]:
         """Lazy tensors by key, in one process."""

@@ -154,13 +154,10 @@ def transformer_config(text: str) -> TransformerConfig:
     Raises:
         argparse.ArgumentTypeError: if it is neither, or the fields are no configuration.
     """
-    from lightning_megatron.config.transformer import TransformerConfig
     from lightning_megatron.files.small import read_object
-    from lightning_megatron.models.presets import preset
+    from lightning_megatron.models.presets import configuration
 
     try:
-        if not Path(text).is_file():
-            return preset(text)
-        return TransformerConfig.of(read_object(text))
+        return configuration(read_object(text) if Path(text).is_file() else text)
     except (ValueError, TypeError, OSError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None

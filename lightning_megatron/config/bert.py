@@ -30,6 +30,8 @@ class BertConfig(TransformerConfig):
         norm_position: ``"after"`` for norms of the embedding and of each sum of a sub-layer with its input, as
             published; ``"before"`` for norms of each sub-layer's input and of the last block's output, as in
             Megatron-LM's BERT.
+        head_activation: activation of the head of masked tokens, where it is not that of the layers; ``""`` for the
+            same.
     """
 
     norm_epsilon: float = 1e-12
@@ -37,12 +39,14 @@ class BertConfig(TransformerConfig):
     num_token_types: int = 2
     next_sentence: bool = True
     norm_position: str = "after"
+    head_activation: str = ""
 
     is_causal: ClassVar[bool] = False
     _more_rules: ClassVar[Rules] = {
         "model_type": OneOf(("bert",)),
         "num_token_types": at_least(0),
         "norm_position": OneOf(NORM_POSITIONS),
+        "head_activation": OneOf(("", "gelu", "gelu_tanh", "relu")),
     }
 
     def _shape_problems(self) -> list[Problem]:

@@ -98,13 +98,18 @@ TENSORS = Tensors(
 )
 
 
-def _bert(layers: int, hidden: int, heads: int) -> Recipe:
-    return partial(BertConfig, layers, hidden, heads, 30522, 512, hidden_dropout=0.1, attention_dropout=0.1)
+def _bert(layers: int, hidden: int, heads: int, vocab: int = 30522, **more: Any) -> Recipe:
+    return partial(BertConfig, layers, hidden, heads, vocab, 512, hidden_dropout=0.1, attention_dropout=0.1, **more)
 
 
 # The published configurations of bert-base-uncased and bert-large-uncased; 110,106,428 and 336,226,108 parameters as of
 # BertForPreTraining.
 PRESETS = {"bert-tiny": _bert(2, 128, 2), "bert-base": _bert(12, 768, 12), "bert-large": _bert(24, 1024, 16)}
+# NVIDIA's BERT-345M, with the constants of transformers' MegatronBertConfig.
+PRESETS |= {
+    "megatron-bert-cased": _bert(24, 1024, 16, 28996, norm_position="before"),
+    "megatron-bert-uncased": _bert(24, 1024, 16, norm_position="before"),
+}
 
 FAMILY = Family(
     "bert",

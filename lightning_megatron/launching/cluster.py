@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from lightning_megatron.arguments import Check, Rules, at_least, field_problems, unknown_name
-from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.errors import ConfigError, Problem, is_whole, raise_if_any
 from lightning_megatron.machine.byte_size import parse_bytes
 
 Device = Literal["gaudi", "nvidia", "cpu"]
@@ -44,6 +45,47 @@ def _mount_problems(mounts: list[str]) -> list[Problem]:
 
 def _time_problems(text: str) -> list[Problem]:
     return [] if _TIME.fullmatch(text) else [Problem("time", text, "must be Slurm's: 90, 12:00:00 or 2-00:00:00")]
+
+
+def _variable_problems(environment: Mapping[str, object]) -> list[Problem]:
+    found = [
+        Problem(f"environment.{name}", value, "is not a valid name of a variable")
+        for name, value in environment.items()
+        if not _VARIABLE_NAME.fullmatch(str(name))
+    ]
+    return found + _text_problems("environment", environment)
+
+
+def _text_problems(place: str, given: Mapping[str, object]) -> list[Problem]:
+    return [
+        Problem(f"{place}.{name}", value, "must be text: quote it", (f"'{value}'",))
+        for name, value in given.items()
+        if not isinstance(value, str)
+    ]
+
+
+def _resource_problems(resources: Mapping[str, object]) -> list[Problem]:
+    wrong_name = "must have a domain, as vpc.amazonaws.com/efa has: cpu, memory and hugepages are settings of their own"
+    found = [Problem(f"resources.{name}", count, wrong_name) for name, count in resources.items() if "/" not in name]
+    return found + [
+        Problem(f"resources.{name}", count, "must be a whole number of at least 1", (1,))
+        for name, count in resources.items()
+        if not is_whole(count, at_least=1)
+    ]
+
+
+def _key_problems(place: str, given: Mapping[str, object], known: Sequence[str]) -> list[Problem]:
+    places = [f"{place}.{key}" for key in known]
+    return [unknown_name(f"{place}.{key}", value, "key", places) for key, value in given.items() if key not in known]
+
+
+def _toleration_problems(tolerations: list[Mapping[str, object]]) -> list[Problem]:
+    known = ("key", "operator", "value", "effect", "tolerationSeconds")
+    return [p for number, given in enumerate(tolerations) for p in _key_problems(f"tolerations.{number}", given, known)]
+
+
+def _affinity_problems(affinity: Mapping[str, object]) -> list[Problem]:
+    return _key_problems("affinity", affinity, ("nodeAffinity", "podAffinity", "podAntiAffinity"))
 
 
 @dataclass(frozen=True)
@@ -86,6 +128,14 @@ class KubernetesSection:
         memory: memory of a pod.
         hugepages: memory in pages of 2 MiB; ``None`` for what the device needs.
         runtime_class: runtime class; ``None`` for what the device needs.
+        resources: further resources of a pod with devices and their number, such as ``vpc.amazonaws.com/efa: 32``.
+        capabilities: Linux capabilities of containers, in addition to what the device needs.
+        instance_type: type of the nodes by the label ``node.kubernetes.io/instance-type``; ``None`` for any.
+        node_selector: labels that nodes must have.
+        tolerations: taints of nodes that do not keep pods away, as Kubernetes writes them.
+        affinity: affinity of pods, as Kubernetes writes it.
+        annotations: annotations of pods.
+        image_pull_secrets: names of secrets for the image's registry.
     """
 
     kind: Literal["PyTorchJob", "MPIJob"] = "PyTorchJob"
@@ -96,8 +146,23 @@ class KubernetesSection:
     memory: str = "64Gi"
     hugepages: str | None = None
     runtime_class: str | None = None
+    resources: Mapping[str, int] = field(default_factory=dict)
+    capabilities: list[str] = field(default_factory=list)
+    instance_type: str | None = None
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: list[Mapping[str, Any]] = field(default_factory=list)
+    affinity: Mapping[str, Any] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    image_pull_secrets: list[str] = field(default_factory=list)
 
-    RULES: ClassVar[Rules] = {"cpu": at_least(1)}
+    RULES: ClassVar[Rules] = {
+        "cpu": at_least(1),
+        "resources": Check(_resource_problems),
+        "node_selector": Check(partial(_text_problems, "node_selector")),
+        "tolerations": Check(_toleration_problems),
+        "affinity": Check(_affinity_problems),
+        "annotations": Check(partial(_text_problems, "annotations")),
+    }
 
 
 @dataclass(frozen=True)
@@ -147,6 +212,7 @@ class Cluster:
         "ssh_port": at_least(1),
         "mounts": Check(_mount_problems),
         "shared_memory": Check(_size_problems),
+        "environment": Check(_variable_problems),
     }
 
     @property
@@ -170,7 +236,6 @@ def cluster_of(section: object, variables: Mapping[str, str] = os.environ) -> Cl
         parts[name] = _part(filled.get(name) or {}, f"cluster.{name}", kind, found)
     own = {name: value for name, value in filled.items() if name not in parts}
     cluster = _part(own, "cluster", Cluster, found, parts)
-    found += _variable_problems(cluster.environment)
     raise_if_any(found)
     return cluster
 
@@ -191,20 +256,6 @@ def _part(given: object, place: str, kind: Any, found: list[Problem], more: Mapp
     found += [Problem(f"{place}.{p.argument}", p.value, p.reason, p.nearest) for p in problems]
     wrong = {problem.argument for problem in problems}
     return kind(**{name: value for name, value in known.items() if name not in wrong}, **(more or {}))
-
-
-def _variable_problems(environment: Mapping[str, object]) -> list[Problem]:
-    place = "cluster.environment"
-    found = [
-        Problem(f"{place}.{name}", value, "is not a valid name of a variable")
-        for name, value in environment.items()
-        if not _VARIABLE_NAME.fullmatch(str(name))
-    ]
-    return found + [
-        Problem(f"{place}.{name}", value, "must be text: quote it", (f"'{value}'",))
-        for name, value in environment.items()
-        if not isinstance(value, str)
-    ]
 
 
 def _filled(value: Any, place: str, variables: Mapping[str, str], found: list[Problem]) -> Any:

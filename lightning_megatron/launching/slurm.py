@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from textwrap import fill
 
-from lightning_megatron.launching.job import MODULE, TrainingJob, exports
-
-_SIZES = {"TP": "tp", "PP": "pp", "CP": "cp", "EP": "ep", "MICRO_BATCH_SIZE": "micro_batch_size"}
-"""Arguments of the strategy, by the environment variable that overrides the recipe's value."""
+from lightning_megatron.launching.job import MODEL_SIZES, MODULE, OPTIONS, SIZES, TrainingJob, exports, option_lines
 
 _USAGE = """\
 #
 # sbatch {name} [more words for `fit`]. In the environment:
 #   RECIPE            names of recipes and YAML files, separated by spaces (default: {recipe})
 #   DATA_PATH         prefix of the token files (default: the recipe's)
-{more}#   {sizes}: in place of the recipe's
+{more}{sizes}
+#                     sizes in place of the recipe's
+#   DEVICES           devices of a node (default: {devices})
 #   PYTHON            interpreter (default: {python}); VENV: a virtual environment to activate before
 #   IMAGE, MOUNTS     container image for Pyxis, and folders for it (default: the current one)
+#   MASTER_ADDR, MASTER_PORT    where ranks meet (default: the first node, a port by the job's number)
 # The current folder must be on a file system that all nodes share."""
 
-_SIZE_LINES = """\
-for size in {sizes}; do
-    name=${{size%%=*}}
-    value=${{!name:-}}
-    if [[ -n $value ]]; then
-        words+=("--trainer.strategy.${{size#*=}}" "$value")
+_HF_HEAD = """\
+#   HF_DIR            Hugging Face directory whose weights the run begins with
+#   CHECKPOINTS       folder with the run's own checkpoints, with which it goes on (default: {checkpoints})
+"""
+
+_HF_SIZES = """\
+for name in {names}; do
+    if [[ -n ${{!name:-}} ]]; then
+        echo "$name=${{!name}}: the weights in HF_DIR have sizes of their own" >&2
+        exit 2
     fi
 done"""
 
@@ -99,21 +105,23 @@ def batch_script(job: TrainingJob, script: str = "pretrain.sbatch", origin: str 
     """A batch script; its head tells its file name, ``script``, and the command that makes it, ``origin``."""
     cluster = job.cluster
     head = ["#!/bin/bash", *_directives(job)]
-    more = "#   HF_DIR            Hugging Face directory whose weights the run begins with\n" if job.from_hf else ""
+    checkpoints = job.checkpoints or "checkpoints"
+    sizes = [name for name in SIZES if not job.from_hf or name not in MODEL_SIZES]
     usage = _USAGE.format(
         name=script,
         recipe=" ".join(job.configs),
-        more=more,
-        sizes=", ".join(_SIZES),
+        more=_HF_HEAD.format(checkpoints=checkpoints) if job.from_hf else "",
+        sizes=fill(", ".join(sizes), 110, initial_indent="#   ", subsequent_indent="#   "),
+        devices=cluster.devices_per_node,
         python=cluster.python,
     )
     made = [] if not origin else ["#", f"# Made by: {origin}"]
     body = [
         "set -euo pipefail",
         ': "${SLURM_JOB_ID:?submit this script with sbatch}"',
-        *exports(sorted(cluster.environment.items())),
+        *_environment_lines(cluster.environment),
         *_recipe_lines(job),
-        _SIZE_LINES.format(sizes=" ".join(f"{variable}={name}" for variable, name in _SIZES.items())),
+        option_lines({name: words for name, words in OPTIONS.items() if name == "DATA_PATH" or name in sizes}),
         'words+=("$@")',
         "",
         'if [[ -n ${VENV:-} ]]; then\n    # shellcheck disable=SC1091\n    source "$VENV/bin/activate"\nfi',
@@ -149,12 +157,21 @@ def _directives(job: TrainingJob) -> list[str]:
     return [f"#SBATCH {word}" for word in [*words, *(["--exclusive"] if slurm.exclusive else []), "--requeue"]]
 
 
+def _environment_lines(environment: Mapping[str, str]) -> list[str]:
+    """Lines that set the job's variables; those of the submission replace sizes and data."""
+    fixed = exports(sorted((name, value) for name, value in environment.items() if name not in OPTIONS))
+    return fixed + [f"export {n}=${{{n}:-{shlex.quote(environment[n])}}}" for n in OPTIONS if n in environment]
+
+
 def _recipe_lines(job: TrainingJob) -> list[str]:
     recipe = " ".join(map(shlex.quote, job.configs))
     words = ["fit"]
     lines = []
     if job.from_hf:
-        lines.append(': "${HF_DIR:?the Hugging Face directory to begin with}"')
+        lines += [
+            ': "${HF_DIR:?the Hugging Face directory to begin with}"',
+            _HF_SIZES.format(names=" ".join(MODEL_SIZES)),
+        ]
         words += ["--model.from_hf", '"$HF_DIR"']
     lines += [
         f"DEVICES=${{DEVICES:-{job.cluster.devices_per_node}}}",
@@ -167,7 +184,6 @@ def _recipe_lines(job: TrainingJob) -> list[str]:
         "done",
         *_start_lines(job),
         'words+=(--trainer.num_nodes "$SLURM_JOB_NUM_NODES" --trainer.devices "$DEVICES")',
-        'if [[ -n ${DATA_PATH:-} ]]; then\n    words+=(--data.data_path "$DATA_PATH")\nfi',
     ]
     if job.arguments:
         lines.append(f"words+=({' '.join(map(shlex.quote, job.arguments))})")

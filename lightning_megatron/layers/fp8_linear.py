@@ -6,7 +6,7 @@ Collectives, sequence parallelism and the order of gradients stay with the layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from lightning_megatron.ops.fp8 import (
     scale_for,
 )
 from lightning_megatron.ops.implementation import REFERENCE, Selection
-from lightning_megatron.ops.matmul import PLAIN_GEMMS
+from lightning_megatron.ops.matmul import PLAIN_GEMMS, HasGemms
 from lightning_megatron.ops.registry import Ops
 
 _INPUT, _WEIGHT, _GRADIENT, _INPUT_BACKWARD, _WEIGHT_BACKWARD = range(5)
@@ -67,6 +67,7 @@ class Fp8Gemms(nn.Module):
         recipe: rule for the scales.
         selection: selection of this layer; its ``fallbacks`` record calls that the kernels do not support.
         device: device of the buffers.
+        multiple: number of which the rows of an input must be a multiple.
 
     Attributes:
         amax_history: ``[steps, 3]``, the newest first: largest magnitude of input, weight and gradient, over all ranks.
@@ -87,10 +88,15 @@ class Fp8Gemms(nn.Module):
     seen_backward: Tensor
 
     def __init__(
-        self, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection, device: torch.device | str | None = None
+        self,
+        kernels: Fp8Kernels,
+        recipe: Fp8Recipe,
+        selection: Selection,
+        device: torch.device | str | None = None,
+        multiple: int = MULTIPLE,
     ) -> None:
         super().__init__()
-        self.kernels, self.recipe = kernels, recipe
+        self.kernels, self.recipe, self._multiple = kernels, recipe, multiple
         self._noted = selection.fallbacks
         self._backward_format = kernels.backward_format
         formats = (E4M3, E4M3, E5M2, self._backward_format, self._backward_format)
@@ -123,13 +129,11 @@ class Fp8Gemms(nn.Module):
         self._note(amax, _WEIGHT)
         self.kept_weight = WeightInFp8(values, scale, backward, backward_scale)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``x W^T + b``, ``[..., in] -> [..., out]``, and what backward needs beside ``x`` and ``W``.
+    def operands(self, x: Tensor, weight: Tensor) -> tuple[Cast, Tensor, Tensor, tuple[Tensor, ...]]:
+        """``x`` and ``W`` in fp8, the scale of ``W``, and what backward needs beside ``x`` and ``W``.
 
         These are the scales of ``x`` and ``W`` in backward's format, and ``W`` in it if the weight is kept.
         """
-        if not self._fits(x):
-            return PLAIN_GEMMS.forward(x, weight, bias)
         x_scale, x_backward_scale = self._scales(x, _INPUT, _INPUT_BACKWARD)
         a = self._cast(x, x_scale, E4M3, _INPUT)
         kept: tuple[Tensor, ...]
@@ -140,6 +144,13 @@ class Fp8Gemms(nn.Module):
             b_scale, b_backward_scale = self._scales(weight, _WEIGHT, _WEIGHT_BACKWARD)
             b = self._cast(weight, b_scale, E4M3, _WEIGHT).values
             kept = x_backward_scale, b_backward_scale
+        return a, b, b_scale, kept
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x W^T + b``, ``[..., in] -> [..., out]``, and what :meth:`operands` gives backward."""
+        if not self._fits(x):
+            return PLAIN_GEMMS.forward(x, weight, bias)
+        a, b, b_scale, kept = self.operands(x, weight)
         flat_bias = None if bias is None else bias.flatten()
         out = self.kernels.product(a.values, b.t(), a.scale, b_scale, flat_bias, x.dtype)
         return out.view(*x.shape[:-1], -1), kept
@@ -155,22 +166,30 @@ class Fp8Gemms(nn.Module):
         """``dy W``."""
         if isinstance(dy, Tensor):
             return PLAIN_GEMMS.input_gradient(dy, weight, kept)
-        scale = kept[_WEIGHT]
-        b = kept[2] if len(kept) > 2 else self._cast(weight, scale, self._backward_format).values
+        b, scale = self.backward_weight(weight, kept)
         return self.kernels.product(dy.values, b, dy.scale, scale, None, dy.dtype).view(*dy.shape[:-1], -1)
 
     def weight_gradient(self, dy: Cast | Tensor, x: Tensor, kept: Sequence[Tensor]) -> Tensor:
         """``dy^T x``, ``[out, in]``."""
         if isinstance(dy, Tensor):
             return PLAIN_GEMMS.weight_gradient(dy, x, kept)
-        b = self._cast(x, kept[_INPUT], self._backward_format)
+        b = self.backward_input(x, kept)
         return self.kernels.product(dy.values.t(), b.values, dy.scale, b.scale, None, dy.dtype)
+
+    def backward_weight(self, weight: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The weight in backward's format, and its scale."""
+        scale = kept[_WEIGHT]
+        return kept[2] if len(kept) > 2 else self._cast(weight, scale, self._backward_format).values, scale
+
+    def backward_input(self, x: Tensor, kept: Sequence[Tensor]) -> Cast:
+        """The input in backward's format."""
+        return self._cast(x, kept[_INPUT], self._backward_format)
 
     def _fits(self, x: Tensor) -> bool:
         tokens = x.shape[:-1].numel()
-        if tokens and tokens % MULTIPLE == 0 and x.dtype in DTYPES:
+        if tokens and tokens % self._multiple == 0 and x.dtype in DTYPES:
             return True
-        reason = f"{tokens} tokens, no multiple of {MULTIPLE}" if x.dtype in DTYPES else f"{x.dtype}"
+        reason = f"{tokens} tokens, no multiple of {self._multiple}" if x.dtype in DTYPES else f"{x.dtype}"
         self._noted.setdefault(reason, REFERENCE)
         return False
 
@@ -220,7 +239,7 @@ class Fp8Steps(nn.Module):
     equal on all ranks in every layout, and a checkpoint holds their history once.
     """
 
-    def __init__(self, linears: Sequence[ColumnParallelLinear | RowParallelLinear], mesh: ParallelMesh) -> None:
+    def __init__(self, linears: Sequence[HasGemms], mesh: ParallelMesh) -> None:
         super().__init__()
         self._linears, self._axes = tuple(linears), (mesh.tp, mesh.dp_cp)
         self._weights: list[tuple[int, int]] = []
@@ -326,34 +345,46 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
     kernels, selection = ops.choose_fp8()
     found = []
     for number, block in blocks.items():
-        for name, linear in _linears(block):
+        for name, linear, multiple in _linears(block):
             excuse = selection.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
             if kernels is None or excuse is not None:
                 use_gemms(linear, PLAIN_GEMMS, Selection("linear_fp8", REFERENCE, str(excuse)))
             else:
-                multiply_in_fp8(linear, kernels, ops.fp8, selection)
+                multiply_in_fp8(linear, kernels, ops.fp8, selection, multiple)
                 found.append(linear)
     return Fp8Steps(found, mesh) if found else None
 
 
 def multiply_in_fp8(
-    linear: ColumnParallelLinear | RowParallelLinear, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection
+    linear: HasGemms, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection, multiple: int = MULTIPLE
 ) -> Fp8Gemms:
     """Switch one layer to fp8; the caller passes the result to :class:`Fp8Steps`."""
     own = Selection(selection.op, selection.implementation, selection.why)
-    gemms = Fp8Gemms(kernels, recipe, own, linear.weight.device)
+    gemms = Fp8Gemms(kernels, recipe, own, linear.weight.device, multiple)
     use_gemms(linear, gemms, own)
     return gemms
 
 
-def _linears(block: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+@runtime_checkable
+class HasGroupedLinears(Protocol):
+    """A module that multiplies groups of rows by weights of their own, such as experts."""
+
+    def grouped_linears(self) -> Mapping[str, HasGemms]:
+        """Its products, by names of ``LINEARS``."""
+        ...
+
+
+def _linears(block: nn.Module) -> Iterator[tuple[str, HasGemms, int]]:
+    """Name, layer, and the number of which its rows must be a multiple; groups of rows have any length."""
     for name, module in block.named_modules():
         last = name.rpartition(".")[2]
         if last in LINEARS and isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            yield last, module
+            yield last, module, MULTIPLE
+        elif isinstance(module, HasGroupedLinears):
+            yield from ((own, layer, 1) for own, layer in module.grouped_linears().items())
 
 
-def _odd(linear: ColumnParallelLinear | RowParallelLinear) -> str | None:
+def _odd(linear: HasGemms) -> str | None:
     sizes = linear.weight.shape[:-1].numel(), linear.weight.shape[-1]
     odd = [size for size in sizes if size % MULTIPLE]
     return f"{odd[0]} features, no multiple of {MULTIPLE}" if odd else None

@@ -39,7 +39,7 @@ from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.accumulate import add_product_
 from lightning_megatron.ops.implementation import Selection
-from lightning_megatron.ops.matmul import PLAIN_GEMMS, LinearGemms, linear
+from lightning_megatron.ops.matmul import PLAIN_GEMMS, HasGemms, LinearGemms, linear
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.weight_grad_store import WeightGradStore
 
@@ -171,7 +171,7 @@ class _TensorParallelLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"
 
 
-def use_gemms(layer: ColumnParallelLinear | RowParallelLinear, gemms: LinearGemms, selection: Selection) -> None:
+def use_gemms(layer: HasGemms, gemms: LinearGemms, selection: Selection) -> None:
     """Compute the products of a layer with ``gemms``, for the reason in ``selection``."""
     layer.products, layer.product_choice = gemms, selection
 

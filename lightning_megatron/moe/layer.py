@@ -89,7 +89,8 @@ class MoELayer(nn.Module):
             routed: tokens that are no padding, which visits no routed expert; ``None`` for all.
         """
         experts, weights, aux_loss = self.router(x, routed)
-        out = (self._compute_outside_of_graphs if self._reads_counts else self._compute)(x, experts, weights)
+        reads_counts = self._reads_counts or len(self.experts.products) > 0
+        out = (self._compute_outside_of_graphs if reads_counts else self._compute)(x, experts, weights)
         return out if self.shared is None else out + self.shared(x), aux_loss
 
     def _compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

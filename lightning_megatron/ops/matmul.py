@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.device import has_bf16_arithmetic
 from lightning_megatron.ops.cpu.onednn import by_onednn, linear_onednn
+from lightning_megatron.ops.implementation import Selection
 
 FEW = 16
 """With fewer rows or columns than this, copying the operands costs more than the faster product gains."""
@@ -175,6 +176,23 @@ class LinearGemms(Protocol):
     def gradient(self, dy: Tensor) -> Any: ...
     def input_gradient(self, dy: Any, weight: Tensor, kept: Sequence[Tensor]) -> Tensor: ...
     def weight_gradient(self, dy: Any, x: Tensor, kept: Sequence[Tensor]) -> Tensor: ...
+
+
+class HasGemms(Protocol):
+    """A layer whose GEMMs can be replaced.
+
+    Attributes:
+        products: its GEMMs.
+        product_choice: choice of them, for the op report; ``None`` where there was no choice.
+    """
+
+    products: LinearGemms
+    product_choice: Selection | None
+
+    @property
+    def weight(self) -> Tensor:
+        """``[out, in]``, or ``[..., out, in]``."""
+        ...
 
 
 class PlainGemms:

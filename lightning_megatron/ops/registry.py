@@ -160,8 +160,6 @@ class Ops:
         if mode == "off":
             return []
         found, off = [], ("linear_fp8=off",)
-        if model.num_experts:
-            found.append(Problem("ops", f"linear_fp8={mode}", "experts multiply in the dtype of their weights", off))
         if layout.cp > 1:
             reason = f"Intel's own fp8 supports cp=1 only, and ours has not been tested with cp={layout.cp}"
             found.append(Problem("ops", f"linear_fp8={mode}", reason, off))

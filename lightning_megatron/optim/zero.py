@@ -255,15 +255,16 @@ class ShardedOptimizer(ShardedState):
             wanted: predicate on a parameter's spec that selects it.
         """
         found: list[tuple[str, Tensor]] = []
-        parts = ((main, part) for main in self._mains.values() for part in main.parts)
-        for main, part in parts:
-            grad = torch.zeros_like(part.param) if part.param.grad is None else part.param.grad
-            shards = shards_of(main, part, {"grad": grad}, {})
-            found += [(shard.name, shard.state["grad"]) for shard in shards if wanted(shard.spec)]
+        for main in self._mains.values():
+            grads = {part.start: grad for part, grad in main.grads()}
+            for part in main.parts:
+                grad = grads.get(part.start)
+                shards = shards_of(main, part, {"grad": torch.zeros_like(part.param) if grad is None else grad}, {})
+                found += [(shard.name, shard.state["grad"]) for shard in shards if wanted(shard.spec)]
         return found
 
     def _grads(self) -> list[Tensor]:
-        return [main.grad for main in self.main_params if main.grad is not None]
+        return [grad for main in self._mains.values() for _, grad in main.grads()]
 
     def on_local_grads(self, inspect: Callable[[Bucket], None]) -> None:
         """Register a function to call with each bucket when its local gradients are complete, before they are reduced.
@@ -285,7 +286,7 @@ class ShardedOptimizer(ShardedState):
         """L2 norm of the whole model's gradient, each element counted once: equal on all ranks, of ``norm_dtype``."""
         self._copy_edited_grads()
         mains = (main for bucket, main in self._mains.items() if counts_here(bucket, self._mesh))
-        counted = [part.param.grad for main in mains for part in main.parts if part.param.grad is not None]
+        counted = [grad for main in mains for _, grad in main.grads()]
         return global_norm(counted, self._mesh.world, self._device, self.norm_dtype)
 
     @property
@@ -340,6 +341,8 @@ class ShardedOptimizer(ShardedState):
             self._copy_edited_grads()
         else:
             self.finish_grad_sync()
+        for main in self._mains.values():
+            main.convert_grads()
         self.copy_written_values()
 
     def recover(self) -> None:
@@ -349,6 +352,7 @@ class ShardedOptimizer(ShardedState):
     def start_param_gather(self) -> None:
         """Copy main values into the parameters and begin to gather the shares of all ranks; after a step."""
         for main in self._mains.values():
+            main.drop_converted()
             main.to_params()
         self._gather.start()
 

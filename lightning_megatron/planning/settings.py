@@ -28,7 +28,10 @@ _RECOMPUTE = {
     "recompute_num_layers": "num_layers",
     "recompute_shard_saved": "shard_saved",
 }
-_SWITCHES = ("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_dtype", "bucket_size")
+_SWITCHES = (
+    *("distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    *("main_grads_dtype", "grad_reduce_dtype", "bucket_size"),
+)
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,7 @@ def rehearse_job(job: PlannedJob, pipeline_rank: int = 0, *, all_micro_batches: 
         distributed_optimizer=job.distributed_optimizer,
         overlap_grad_reduce=job.overlap_grad_reduce,
         overlap_param_gather=job.overlap_param_gather,
+        main_grads_dtype=job.main_grads_dtype,  # type: ignore[arg-type]
         grad_reduce_dtype=job.grad_reduce_dtype,  # type: ignore[arg-type]
         bucket_size=job.bucket_size,
         recompute=list(g) if isinstance(g := job.recompute.granularity, tuple) else g,  # type: ignore[arg-type]

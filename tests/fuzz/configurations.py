@@ -89,6 +89,7 @@ STRATEGY: Mapping[str, Sequence[Any]] = {
     "pipeline_layout": (None, None, None, "Et|tL", "E(t", "t*1000000L"),
     "distributed_optimizer": (True, False),
     "elementwise_optimizers": (None, ["torch.optim.Muon"], ["nowhere.Lion"], [torch.optim.SGD]),
+    "main_grads_dtype": (None, "fp32", "bf16", "auto", "fp16"),
     "grad_reduce_dtype": (None, "fp32", "bf16", "fp16"),
     "bucket_size": (None, 10, 10_000),
     "recompute": (None, None, "full", "selective", ["mlp"], ["mlp", "core"], "moe"),

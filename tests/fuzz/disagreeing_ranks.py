@@ -183,7 +183,13 @@ def _model() -> list[Case]:
 
 def _strategy() -> list[Case]:
     values: dict[str, Any] = {"micro_batch_size": 1, "distributed_optimizer": False, "overlap_grad_reduce": False}
-    values |= {"overlap_param_gather": False, "grad_reduce_dtype": "bf16", "bucket_size": 100, "recompute": "full"}
+    values |= {
+        "overlap_param_gather": False,
+        "main_grads_dtype": "auto",
+        "grad_reduce_dtype": "bf16",
+        "bucket_size": 100,
+        "recompute": "full",
+    }
     values |= {"ops": "rms_norm=off", "async_save": True, "save_on_signal": False, "compile": "eager"}
     values |= {"process_group_backend": "gloo", "timeout": timedelta(seconds=PATIENCE + 1), "may_differ": ["code.*"]}
     values |= {"broadcast_predictions": False, "sequence_parallel": False}

@@ -18,8 +18,7 @@ def test_500_damaged_pairs_are_refused_or_right(tmp_path: Path) -> None:
     """Pairs of our tools, with check sums, which are damaged themselves in one of nine."""
     outcomes = Counter(outcome_of_pair(tmp_path, seed, has_sums=True) for seed in range(500))
     print(outcomes)
-    assert set(outcomes) == {"refused", "right"}
-    assert outcomes["refused"] > 400, "the damages do something"
+    assert outcomes == {"refused": 488, "right": 12}
 
 
 @pytest.mark.slow
@@ -32,8 +31,7 @@ def test_500_damaged_pairs_without_check_sums_are_refused_or_read_as_their_bytes
     """
     outcomes = Counter(outcome_of_pair(tmp_path, seed, has_sums=False) for seed in range(500))
     print(outcomes)
-    assert set(outcomes) == {"refused", "right", "content"}
-    assert outcomes["refused"] > 200, "the damages do something"
+    assert outcomes == {"refused": 398, "right": 13, "content": 89}
 
 
 def test_200_broken_lines_are_left_out_or_read_right(tmp_path: Path) -> None:

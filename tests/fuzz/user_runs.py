@@ -180,18 +180,18 @@ def contents(path: Path, module: LightningModule, trainer: Trainer) -> dict[str,
             if id(value) in twins:
                 kept["state_dict"][name] = kept["state_dict"][twins[id(value)]]
     kept["progress"] = found["loops"]["fit_loop"]["epoch_progress"]["total"]["completed"]
+    names = {id(param): name for name, param in module.named_parameters()}
     if path.is_dir():
         with tempfile.TemporaryDirectory() as folder:
             dcp_to_torch_save(path, f"{folder}/whole.pt")
             whole = torch.load(f"{folder}/whole.pt", weights_only=False)
         states = [whole[name]["state"] for name in sorted(whole) if name.startswith("optimizer_")]
         main = {name: state.pop("master") for each in states for name, state in each.items() if "master" in state}
-        kept["state_dict"] |= {f"main {name}": value for name, value in main.items()}
     else:
-        names = {id(param): name for name, param in module.named_parameters()}
-        states = [_by_name(names, optimizer) for optimizer in trainer.optimizers]
-        trained = {names[id(p)] for optimizer in trainer.optimizers for p in trained_by(optimizer)}
-        kept["state_dict"] |= {f"main {name}": found["state_dict"][name] for name in trained}
+        main, states = {}, [_by_name(names, optimizer) for optimizer in trainer.optimizers]
+    trained = {names[id(p)] for optimizer in trainer.optimizers for p in trained_by(optimizer)}
+    kept["state_dict"] |= {f"main {name}": found["state_dict"][name] for name in trained}  # also before its first step
+    kept["state_dict"] |= {f"main {name}": value for name, value in main.items()}
     kept["optimizers"] = [{name: dict(state) for name, state in each.items() if state} for each in states]
     return kept
 

@@ -30,9 +30,12 @@ def _by_logger(module: Any, where: str, loss: Tensor, batch: Batch) -> None:
         module.logger.log_metrics({f"{where}_own": float(loss.detach())}, step=module.global_step)
 
 
-def _even(batch: Batch) -> int:
-    """A size unlike the number of samples; even, since stock Lightning halves the sum of two ranks in integers."""
-    return 2 + 2 * int(batch.y.sum())
+def _by_size(module: Any, where: str, loss: Tensor, batch: Batch) -> None:
+    """A mean over units other than samples; in even numbers, since stock Lightning halves sums of ranks in integers."""
+    counts = 2 + 2 * batch.y
+    mean = (batch.x.mean(1) * counts).sum() / counts.sum()
+    options = {"on_step": False, "on_epoch": True, "sync_dist": True}
+    module.log(f"{where}_sized", mean, batch_size=int(counts.sum()), **options)
 
 
 LOG: Mapping[str, Callable[[Any, str, Tensor, Batch], None]] = {
@@ -48,9 +51,7 @@ LOG: Mapping[str, Callable[[Any, str, Tensor, Batch], None]] = {
     "sum": lambda module, where, loss, batch: module.log(
         f"{where}_sum", batch.x.sum(), on_step=False, on_epoch=True, reduce_fx=torch.sum, sync_dist=True
     ),
-    "size": lambda module, where, loss, batch: module.log(
-        f"{where}_sized", batch.x.mean(), on_step=False, on_epoch=True, batch_size=_even(batch), sync_dist=True
-    ),
+    "size": _by_size,
     "float": lambda module, where, loss, batch: module.log(f"{where}_float", float(loss.detach()), on_epoch=True),
     "rank0": lambda module, where, loss, batch: module.log(f"{where}_rank0", loss, rank_zero_only=True),
     "logger": _by_logger,

@@ -22,7 +22,7 @@ META = "meta.pt"
 NOTE = "lightning_megatron"
 """Key of this package's own notes: the other versions of the weights, and in a single file also its layout etc."""
 VERSION = "pytorch-lightning_version"
-_TYPES = {
+LIGHTNINGS = {
     VERSION: str,
     "epoch": int,
     "global_step": int,
@@ -31,6 +31,7 @@ _TYPES = {
     "lr_schedulers": list,
     "optimizer_states": list,
 }
+"""Entries of the Trainer's own, with their types."""
 _MAPPINGS = ("hyper_parameters", "hugging_face")
 """Entries that are mappings of any class, or ``None``."""
 
@@ -124,7 +125,7 @@ def type_faults(meta: dict[str, Any]) -> list[str]:
     """Entries of Lightning's dictionary with a wrong type, which would fail deep inside Lightning."""
     return [
         f"{name} is a {type(meta[name]).__name__}, and should be a {kind.__name__}"
-        for name, kind in _TYPES.items()
+        for name, kind in LIGHTNINGS.items()
         if name in meta and type(meta[name]) is not kind
     ] + [
         f"{name} is a {type(meta[name]).__name__}, and should be a dict"

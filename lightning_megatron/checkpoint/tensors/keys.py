@@ -23,8 +23,8 @@ MODEL = "model"
 MAIN = "master"
 """State of an optimizer under which the main values of a parameter are saved."""
 
-_CALIBRATION = re.compile(r"(.+\.)?(qkv|out|fc1|fc2)\.products\.(amax_history|scale)")
-"""Names of the calibration of a linear layer's fp8 products; earlier versions saved scales too."""
+_CALIBRATION = re.compile(r"(.+\.)?((qkv|out|fc1|fc2)\.products|experts\.products\.fc[12])\.(amax_history|scale)")
+"""Names of the calibration of fp8 products, of linear layers and of experts; earlier versions saved scales too."""
 
 _PER_RANK = "per_rank"
 _PARAM_GROUPS = "param_groups"
@@ -76,7 +76,7 @@ class Key:
 
     @property
     def is_calibration(self) -> bool:
-        """True for fp8 calibration of a linear layer, in any version of the weights.
+        """True for fp8 calibration of a layer, in any version of the weights.
 
         It is no part of the model: a checkpoint loads even if it lacks this state, or has it for a layer without fp8.
         """

@@ -26,13 +26,14 @@ State = dict[str, Any]
 
 def local_tensors(model: nn.Module) -> dict[str, Any]:
     """The entries of ``model.state_dict()``, each tied tensor once, under the first of its names."""
-    seen: set[int] = set()
-    found = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            found[name] = value
-        seen.add(id(value))
-    return found
+    live = model.state_dict(keep_vars=True)
+    return {name: live[name] for name, first in first_names(live).items() if first == name}
+
+
+def first_names(live: dict[str, Any]) -> dict[str, str]:
+    """The names in a ``state_dict``, each with the first name of the same tensor; equal numbers are not tied."""
+    first = {id(value): name for name, value in reversed(list(live.items())) if torch.is_tensor(value)}
+    return {name: first.get(id(value), name) for name, value in live.items()}
 
 
 def model_state(

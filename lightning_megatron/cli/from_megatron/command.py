@@ -51,6 +51,8 @@ def _translate(options: argparse.Namespace) -> int:
     print(_head(line) + yaml.safe_dump(recipe, sort_keys=False, default_flow_style=None, width=120), end="")
     for name, reason in line.without.items():
         print(f"no counterpart: {name}: {reason}", file=sys.stderr)
+    for name, reason in line.idle.items():
+        print(f"no effect: {name}: {reason}", file=sys.stderr)
     for place, reason in line.to_fill.items():
         print(f"to fill in: {place}: {reason}", file=sys.stderr)
     return 1 if line.without or line.to_fill else 0
@@ -103,7 +105,8 @@ def _devices(line: CommandLine, given: int | None) -> Devices:
 
 def _head(line: CommandLine) -> str:
     lines = ["# From a command line of Megatron, by `lightning-megatron from-megatron-args`."]
-    for title, entries in (("To fill in", line.to_fill), ("Without a counterpart", line.without)):
+    titles = ("To fill in", line.to_fill), ("Without a counterpart", line.without), ("Without an effect", line.idle)
+    for title, entries in titles:
         if entries:
             lines += [f"# {title}:", *(f"#   {name}: {reason}" for name, reason in entries.items())]
     return "\n".join(lines) + "\n"

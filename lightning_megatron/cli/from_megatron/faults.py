@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lightning_megatron.cli.from_megatron.flags import TAKEN
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.errors import Problem
 
@@ -48,6 +49,29 @@ _EXCLUSIVE = (
 )
 """Pairs that Megatron refuses together: if the first is given, the second must not be."""
 
+_FULL = ("recompute_granularity=full", "checkpoint_activations")
+_BINS = ("exp_base", "alignment", "optimize_interval", "max_overhead_factor")
+_NEEDS: dict[str, tuple[str, ...]] = {
+    **{flag.key: ("num_experts",) for flag in TAKEN if flag.key.startswith("moe_")},
+    **{f"moe_capacity_bins_{name}": ("moe_capacity_bins_num",) for name in _BINS},
+    "moe_router_bias_update_rate": ("moe_router_enable_expert_bias",),
+    "moe_token_distribution_logging_interval": ("moe_per_layer_logging",),
+    "num_query_groups": ("group_query_attention",),
+    "rope_scaling_factor": ("use_rope_scaling",),
+    "sequence_parallel": ("tensor_model_parallel_size",),
+    "cp_comm_type": ("context_parallel_size",),
+    **dict.fromkeys(("recompute_method", "recompute_num_layers", "distribute_saved_activations"), _FULL),
+    **{flag.key: ("fp8",) for flag in TAKEN if flag.key.startswith("fp8_")},
+    **dict.fromkeys(("first_last_layers_bf16", "cache_fp8_weight"), ("fp8",)),
+    **{f"num_layers_at_{end}_in_bf16": ("first_last_layers_bf16",) for end in ("start", "end")},
+    **dict.fromkeys(("wandb_exp_name", "wandb_save_dir"), ("wandb_project",)),
+    **dict.fromkeys(("profile_step_start", "profile_step_end"), ("profile",)),
+    "save_interval": ("save",),
+    **{f"lr_wsd_decay_{what}": ("lr_decay_style=WSD",) for what in ("iters", "samples", "style")},
+    "eval_iters": ("eval_interval",),
+}
+"""Arguments that Megatron, too, reads only if one of others is given, has that value, or is a size above 1."""
+
 _LENGTHS = ("lr_decay_{}", "lr_warmup_{}", "lr_wsd_decay_{}")
 
 
@@ -58,6 +82,24 @@ def line_faults(line: CommandLine) -> list[Problem]:
     for name, _ in small:
         del line.values[name]
     return [problem for _, problem in small] + found
+
+
+def idle_flags(line: CommandLine) -> dict[str, str]:
+    """Flags that change nothing on a line, with the reason."""
+    found = {}
+    for name, others in _NEEDS.items():
+        if name in line.values and not any(_holds(line, other) for other in others):
+            needed, _, value = others[0].partition("=")
+            found[line.flag(name)] = f"is not read without {line.flag(needed)} {value}".rstrip()
+    if "split" in line.values and "train_data_path" in line.values:
+        found[line.flag("split")] = f"is not read beside {line.flag('train_data_path')}"
+    return found
+
+
+def _holds(line: CommandLine, other: str) -> bool:
+    name, _, value = other.partition("=")
+    found = line.get(name)
+    return bool(found == value if value else found and (found is True or found != 1))
 
 
 def _sizes(line: CommandLine) -> Iterator[tuple[str, Problem]]:

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_megatron.checkpoint.formats.megatron import config_from_arguments
 from lightning_megatron.cli.common import one_line
 from lightning_megatron.cli.from_megatron.deepspeed import with_deepspeed
-from lightning_megatron.cli.from_megatron.faults import line_faults
+from lightning_megatron.cli.from_megatron.faults import idle_flags, line_faults
 from lightning_megatron.cli.from_megatron.layout import SAME, layout_problems
 from lightning_megatron.cli.from_megatron.words import CommandLine
 from lightning_megatron.config.recompute_plan import MODULES
@@ -50,13 +50,15 @@ def recipe_of(line: CommandLine, devices: Devices) -> dict[str, Any]:
     """The recipe.
 
     Args:
-        line: the command line; what turns out to have no counterpart, and what the user must fill in, is added to it.
+        line: the command line; what turns out to have no counterpart or no effect, and what the user must fill in, is
+            added to it.
         devices: devices of the job.
 
     Raises:
         ConfigError: with everything that is invalid or missing.
     """
     problems = with_deepspeed(line)
+    line.idle |= idle_flags(line)
     problems += line_faults(line)
     replica = prod(line.get(f"{axis}_model_parallel_size") for axis in ("tensor", "pipeline"))
     replica *= line.get("context_parallel_size")
@@ -214,11 +216,11 @@ def _strategy(line: CommandLine, batch: _Batch, problems: list[Problem]) -> dict
     if get("zero_stage", 0) > 1:
         line.without["--zero-stage"] = "stage 1 is what `distributed_optimizer` is; gradients and parameters stay whole"
     if get("grad_reduce_in_bf16"):
-        found["grad_reduce_dtype"] = "bf16"
+        found["main_grads_dtype"] = "bf16"  # of buffers, in which Megatron accumulates and sends
     if minutes := given.get("distributed_timeout_minutes"):
         hours, rest = divmod(int(minutes * 60), 3600)
         found["timeout"] = f"{hours}:{rest // 60:02}:{rest % 60:02}"
-    if get("use_torch_compile"):
+    if get("use_torch_compile") or get("use_regional_compilation"):
         found["compile"] = True
     return found | _recompute(line) | _ops(line)
 

@@ -23,6 +23,10 @@ _LAUNCHERS: Mapping[str, str] = {
 _HOSTS = ("--hostfile", "--include", "--exclude")
 """Options of deepspeed's launcher that choose machines by a file, so that the line does not give their number."""
 _OTHER_SCRIPTS = ("bert", "t5", "ict", "retro", "vision", "vlm", "multimodal", "mamba", "biencoder", "realm", "vit")
+_SHELL = re.compile(r"\d?[<>|&;].*")
+"""Words with which a shell ends a command or redirects its output."""
+_STRAY = "line"
+"""Name of the words that belong to no flag."""
 _NO_PATTERN = "must be a number, or lists of numbers that are added and repeated"
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
@@ -38,6 +42,7 @@ class CommandLine:
         values: values by Megatron's names; those that are not given are missing.
         always: flags for behaviour that is always on here.
         without: flags without a counterpart, with the reason.
+        idle: flags that change nothing on this line, with the reason.
         to_fill: places of the recipe that the user must fill in, with the reason.
         written: names of flags as the line has them, by Megatron's names of their values.
         devices: processes on a machine, and machines, if the line begins with a launcher that says so.
@@ -46,6 +51,7 @@ class CommandLine:
     values: dict[str, Any] = field(default_factory=dict)
     always: dict[str, str] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
     to_fill: dict[str, str] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     devices: tuple[int | None, int | None] = (None, None)
@@ -76,6 +82,8 @@ def read_words(text: str) -> CommandLine:
             problems.append(Problem(name, unset[0], "is a variable of a shell: let the shell print the line first"))
             continue
         try:
+            if of_shell := [word for word in given if _SHELL.fullmatch(word)]:
+                raise ValueError(f"{of_shell[0]} is for the shell: leave it out, with all that follows")
             if name in _LAUNCHERS:
                 launched[_LAUNCHERS[name]] = _count(given)
             else:
@@ -108,9 +116,14 @@ def _count(given: Sequence[str]) -> int:
 
 def _read(line: CommandLine, name: str, given: Sequence[str]) -> None:
     """Add a flag with its values to the line."""
+    if name == _STRAY:
+        raise ValueError("belongs to no flag")
     if name in _TAKEN:
         flag = _TAKEN[name]
-        line.values[flag.key] = _value(flag, given)
+        value, before = _value(flag, given), line.written.get(flag.key, name)
+        if before != name and line.values[flag.key] != value:
+            raise ValueError(f"is {before} by another name, which says {line.values[flag.key]!r}")
+        line.values[flag.key] = value
         line.written[flag.key] = name
     elif name in ALWAYS:
         line.always[name] = ALWAYS[name]
@@ -126,16 +139,18 @@ def _read(line: CommandLine, name: str, given: Sequence[str]) -> None:
 
 
 def _groups(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Flags with their values; before the script, only flags that give the number of devices."""
+    """Flags with their values, and words that belong to none; before the script, only the numbers of devices."""
     script = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, list[str]]] = [(_STRAY if script < 0 else "", [])]
     for number, word in enumerate(words):
-        if word.startswith("--") and len(word) > 2:
+        if number == script:
+            found.append((_STRAY, []))
+        elif word.startswith("--") and len(word) > 2:
             name, equals, value = word.partition("=")
             found.append((name if number > script or name in _LAUNCHERS else "", [value] if equals else []))
-        elif found and number != script:
+        else:
             found[-1][1].append(word)
-    return [(name, given) for name, given in found if name]
+    return [(name, given) for name, given in found if name and (given or name != _STRAY)]
 
 
 def _value(flag: Flag, given: Sequence[str]) -> Any:

@@ -100,10 +100,11 @@ def _partitions() -> list[str]:
 
 
 def _kubernetes(job: TrainingJob, args: argparse.Namespace, argv: Sequence[str]) -> int:
-    from lightning_megatron.launching.kubernetes import manifest
+    from lightning_megatron.launching.kubernetes import manifests
     from lightning_megatron.launching.yaml_text import yaml_text
 
-    text = f"# Made by: {origin(argv)}\n{yaml_text(manifest(job))}"
+    documents = "---\n".join(map(yaml_text, manifests(job)))
+    text = f"# Made by: {origin(argv)}\n{documents}"
     return _show(text) if args.dry_run else _hand_over(text, ["kubectl", "apply", "-f", "-"])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,21 @@ from lightning_megatron.cli.recipes.job import STRATEGIES
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, is_whole, problems_of, raise_if_any
 from lightning_megatron.launching.cluster import Cluster, cluster_of
-from lightning_megatron.launching.job import TrainingJob
+from lightning_megatron.launching.job import LAYOUT_SIZES, OPTIONS, SIZES, TrainingJob
 from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of, mapping_of, merged
 from lightning_megatron.recipes.environment import changes_of
 from lightning_megatron.recipes.names import files_of, is_file
 
-_SIZES = ("tp", "pp", "cp", "ep", "etp", "vpp")
+_LAYOUT = ("tp", "pp", "cp", "ep", "etp", "vpp")
 
 
 def read_job(
-    configs: Sequence[str], arguments: Sequence[str], given: Mapping[str, Any], *, from_hf: bool = False
+    configs: Sequence[str],
+    arguments: Sequence[str],
+    given: Mapping[str, Any],
+    *,
+    from_hf: bool = False,
+    variables: Mapping[str, str] = os.environ,
 ) -> TrainingJob:
     """The job of one recipe, or of several, of which later ones override earlier ones, as with ``fit``.
 
@@ -29,6 +36,7 @@ def read_job(
         arguments: more words for ``fit``.
         given: settings that replace those of the ``cluster`` section.
         from_hf: True if the run begins with weights from a Hugging Face directory.
+        variables: variables, of which some replace sizes of the recipe, unless the section has them too.
 
     Raises:
         ConfigError: with every fault of the section, and of sizes that do not fit together.
@@ -38,11 +46,34 @@ def read_job(
     section = recipe.get("cluster") or {}
     if isinstance(section, Mapping):
         section = {**_of_trainer(trainer), "name": _name(configs[0]), **section, **given}
-    cluster = cluster_of(section)
-    found = _contradictions(trainer, recipe.get("cluster"), cluster) + _layout_problems(trainer, cluster)
-    raise_if_any(found)
+    cluster = cluster_of(section, variables)
+    changed = {name: variables[name] for name in OPTIONS if variables.get(name)}
+    cluster = replace(cluster, environment={**changed, **cluster.environment})
+    found = _contradictions(trainer, recipe.get("cluster"), cluster) + _size_problems(cluster.environment, arguments)
+    raise_if_any(found or _layout_problems(trainer, cluster))
     moved = merged(recipe, changes_of(recipe, cluster.environment))
-    return TrainingJob(cluster, tuple(configs), tuple(arguments), _checkpoints(mapping_of(moved, "trainer")), from_hf)
+    parts = tuple(config for config in configs if _is_for_fit(config))
+    return TrainingJob(cluster, parts, tuple(arguments), _checkpoints(mapping_of(moved, "trainer")), from_hf)
+
+
+def _is_for_fit(config: str) -> bool:
+    """False for a file with a ``cluster`` section alone, which ``fit`` does not read."""
+    return bool(contents_of(files_of(config)).keys() - {"cluster"})
+
+
+def _size_problems(environment: Mapping[str, str], arguments: Sequence[str]) -> list[Problem]:
+    """Problems of variables that replace sizes of the recipe."""
+    found = [
+        Problem(name, environment[name], "must be a whole number of at least 1")
+        for name in SIZES
+        if environment.get(name) and not (environment[name].isdigit() and int(environment[name]))
+    ]
+    fields = {word.partition("=")[0].rpartition(".")[2]: word for word in arguments if word.startswith("--")}
+    for name, words in OPTIONS.items():
+        again = fields.get(words[-1].rpartition(".")[2])
+        if environment.get(name) and again is not None:
+            found.append(Problem(name, environment[name], f"is given by {again} too: give one of them"))
+    return found
 
 
 def _of_trainer(trainer: Mapping[str, Any]) -> dict[str, int]:
@@ -66,7 +97,8 @@ def _layout_problems(trainer: Mapping[str, Any], cluster: Cluster) -> list[Probl
     if class_of(trainer.get("strategy")) not in STRATEGIES:
         return []
     arguments = arguments_of(trainer.get("strategy"))
-    sizes = {size: arguments[size] for size in _SIZES if arguments.get(size) is not None}
+    arguments |= {n.lower(): int(cluster.environment[n]) for n in LAYOUT_SIZES if cluster.environment.get(n)}
+    sizes = {size: arguments[size] for size in _LAYOUT if arguments.get(size) is not None}
     faults = problems_of(lambda: ParallelLayout(**sizes))
     return faults or ParallelLayout(**sizes).problems(world_size=cluster.world_size)
 

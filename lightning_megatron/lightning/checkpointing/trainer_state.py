@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,9 +38,16 @@ from lightning_megatron.checkpoint.tensors.keys import Key, groups_key, model_ke
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.files import PathLike
+from lightning_megatron.lightning.checkpointing.hook_entries import of_all_stages
 from lightning_megatron.lightning.checkpointing.names_in_file import refuse_unknown_order, take_names, trained_version
 from lightning_megatron.lightning.compat._private import trainer_of
-from lightning_megatron.lightning.pretrained.adapter_base import base_entry, kept_names, refuse_other_base, wanted
+from lightning_megatron.lightning.pretrained.adapter_base import (
+    adapter_entries,
+    kept_names,
+    refuse_other_base,
+    resume_adapter,
+    wanted,
+)
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
 from lightning_megatron.lightning.pretrained.foreign_weights import is_foreign
 from lightning_megatron.lightning.pretrained.hugging_face import kept_settings
@@ -57,7 +65,7 @@ from lightning_megatron.lightning.run_state.weight_versions import (
     with_repeats,
     without_repeats,
 )
-from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_groups, take_own_groups
+from lightning_megatron.lightning.step.finetuning import rejoin, rejoin_frozen, rejoin_groups, take_own_groups
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import spec_registry
@@ -92,20 +100,21 @@ def save_trainer_checkpoint(
         write: function that writes the checkpoint, or copies it and writes the copy while training goes on. It returns
             a function that waits until optimizer state is copied, too.
     """
-    rest = dict(checkpoint)
+    rest, action = dict(checkpoint), f"saving {path}"
     tensors = rest.pop("state_dict")
-    versions = take_versions(rest, module)
+    versions = take_versions(rest, module, mesh)
+    rest = of_all_stages(rest, mesh, action)
     rest |= kept_settings(module)
     every = {MODEL_STATE: tensors, **versions}
     trained = trained_version(every, module)
     edited = set().union(*all_gather_object(mesh, edited_names(every[trained], module)))
     rest[NOTE] = {"versions": list(versions), "edited": is_edited(tensors, module), "repeats": repeats(module)}
-    rest |= base_entry(module)
+    rest |= adapter_entries(module)
     kept = kept_names(module, without_repeats(tensors, module))
     state = model_state(kept, spec_registry(module), mesh, saving=True)
     for key, version in versions.items():
         state |= version_state(key, version, module, mesh, saving=True)
-    has_optimizers, action = "optimizer_states" in rest, f"saving {path}"
+    has_optimizers = "optimizer_states" in rest
     schedulers = SchedulerStates(_configs(module), list(rest.get("lr_schedulers", ())))
     saved_ones = optimizers if has_optimizers or one_file else ()
     of_optimizers, late = _optimizer_states(module, saved_ones, mesh, sharded, schedulers)
@@ -234,6 +243,7 @@ def load_model(
     refuse_other_writers(path, meta)
     refuse_other_base(path, meta, module)
     check_checkpoint(path, meta, module)
+    resume_adapter(path, meta, module, trains=fits)
     if IMPORTED_FROM in meta:
         return _begin_with_weights(opened, module, mesh)
     if fits and "optimizer_states" not in meta:
@@ -290,6 +300,8 @@ def load_optimizers(
     alike = {optimizer_family(i) for i, optimizer in enumerate(optimizers) if optimizer.is_like(state[groups_key(i)])}
     for index, optimizer in enumerate(optimizers):
         rejoin(state[groups_key(index)], module, optimizer)
+        trained = partial(opened.names_with_state, index, state[groups_key(index)], is_in_order)
+        rejoin_frozen(trained, module, optimizer)
         begin_optimizer(optimizer, state[groups_key(index)])
         schedulers.regroup(optimizer.optimizer, state[groups_key(index)] or (), optimizer.group_names())
         state |= optimizer_part(index, optimizer, mesh, sharded, today)

@@ -13,6 +13,7 @@ from lightning_megatron.adapters.targets import adapted_layers
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
 from lightning_megatron.families import family_for
+from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.modules.base_module import MegatronModule
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 from lightning_megatron.mesh import ParallelMesh
@@ -43,6 +44,7 @@ class AdaptedModule(MegatronModule):
 
     _switch = Switch(None)
     _trained: str | None = None
+    _is_chosen = False
 
     def _take_adapters(self, given: AdaptersLike) -> None:
         """Take the adapters that the module is built with, and check them against its configuration.
@@ -107,6 +109,29 @@ class AdaptedModule(MegatronModule):
         if name not in self.lora:
             reason = "the module has no such adapter"
             raise ConfigError([Problem("name", name, reason, nearest_names(name, list(self.lora)))])
+        self._is_chosen = True
+        self._use(name)
+
+    @property
+    def trained_adapter(self) -> str | None:
+        """Name of the adapter that ``fit`` trains; ``None`` without adapters."""
+        return self._trained
+
+    def resume_adapter(self, name: str, path: PathLike, *, trains: bool) -> None:
+        """Use the adapter that the run of a checkpoint trained, unless :meth:`use_adapter` has chosen another.
+
+        Raises:
+            ConfigError: if another is chosen, and this run ``trains``.
+        """
+        if name not in self.lora or name == self._trained:
+            return
+        if not self._is_chosen:
+            self._use(name)
+        elif trains:
+            reason = f"{path} has the state of training {name!r}, and a run goes on with that"
+            raise ConfigError([Problem("use_adapter", self._trained, reason, (name,))])
+
+    def _use(self, name: str) -> None:
         self._trained = self._switch.active = name
         for part in self.modules():
             if isinstance(part, StagedModel):

@@ -115,6 +115,7 @@ class MegatronModule(LightningModule):
         base = pretrained.path_of_base(checkpoint_path, meta, kwargs.pop("base", None))
         pretrained.refuse_unfilled_checkpoint(opened)
         module = checkpointing.build_module(cls, meta, checkpoint_path, kwargs, hparams_file)
+        pretrained.resume_adapter(checkpoint_path, meta, module, trains=False)
         strict = module.strict_loading if strict is None else strict
         module._load(pretrained.PendingWeights.of(checkpoint_path, strict, meta, base))
         return module.to(device)

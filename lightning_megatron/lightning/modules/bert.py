@@ -65,6 +65,22 @@ class BertModule(TransformerModule):
         logits: BertLogits = self._built()(BertInputs(tokens, token_types, padding_mask, position_ids))
         return logits
 
+    def pooled(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Pooled features ``[B, H]`` of the first token, whole on every rank, for heads and losses of your own.
+
+        All ranks of a replica get the same features and must compute the same from them; then gradients are those of
+        one process. In a pipeline the step ends here on all stages but the last.
+
+        Args:
+            batch: batch as described in the class; labels are not needed.
+
+        Raises:
+            ConfigError: for keys that the model does not use, or a model without a pooler.
+            DataError: for unknown ids in a batch on the host; on a device the result is NaN.
+        """
+        self._check(batch)
+        return nan_where_unknown(self._built().pooled(_inputs(batch)), batch, self.config.vocab_size)
+
     def losses(self, batch: Mapping[str, Tensor]) -> BertLosses:
         """Mean losses of both heads.
 

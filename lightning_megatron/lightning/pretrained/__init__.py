@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_exports import exports_of
 
 if TYPE_CHECKING:
-    from lightning_megatron.lightning.pretrained.adapter_base import path_of_base
+    from lightning_megatron.lightning.pretrained.adapter_base import path_of_base, resume_adapter
     from lightning_megatron.lightning.pretrained.config_check import refuse_unfilled_checkpoint
     from lightning_megatron.lightning.pretrained.hugging_face import (
         checked_hf_config,
@@ -28,6 +28,7 @@ __all__ = [
     "hf_problems",
     "path_of_base",
     "refuse_unfilled_checkpoint",
+    "resume_adapter",
     "take_settings",
     "weight_problems",
 ]

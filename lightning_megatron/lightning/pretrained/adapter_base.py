@@ -24,6 +24,7 @@ from lightning_megatron.models.stages import StagedModel
 ADAPTER_OF = "adapter_of"
 """Key of a checkpoint that holds adapters alone: path and hash of the weights that they were trained on."""
 
+_TRAINED = "trained_adapter"
 _WEIGHTS = (".distcp", ".metadata", ".ckpt")
 _SHOWN = 12
 
@@ -34,6 +35,15 @@ class Adapted(Protocol):
 
     base: Mapping[str, str] | None
     lora: Mapping[str, Any]
+
+    @property
+    def trained_adapter(self) -> str | None:
+        """Name of the adapter that is trained."""
+        ...
+
+    def resume_adapter(self, name: str, path: PathLike, *, trains: bool) -> None:
+        """Use the adapter that a checkpoint's run trained."""
+        ...
 
     def begin_adapters(self) -> None:
         """Initialize the parts of adapters that start from the frozen weights."""
@@ -159,8 +169,20 @@ def is_base(module: object, meta: Mapping[str, Any]) -> bool:
     return adapted and ADAPTER_OF not in meta and "lora" not in (meta.get("hyper_parameters") or {})
 
 
-def base_entry(module: object) -> dict[str, Any]:
-    """The entry of a checkpoint that names the frozen weights; empty where it holds them."""
-    if isinstance(module, Adapted) and module.lora and module.base is not None:
-        return {ADAPTER_OF: dict(module.base)}
-    return {}
+def resume_adapter(path: PathLike, meta: Mapping[str, Any], module: object, *, trains: bool) -> None:
+    """Use the adapter that the run of a checkpoint trained, or refuse to train another.
+
+    Raises:
+        ConfigError: if the module's user has chosen another, and this run ``trains``.
+    """
+    name = meta.get(_TRAINED)
+    if name is not None and isinstance(module, Adapted):
+        module.resume_adapter(name, path, trains=trains)
+
+
+def adapter_entries(module: object) -> dict[str, Any]:
+    """Entries of a checkpoint: the adapter that is trained, and the frozen weights where it does not hold them."""
+    if not isinstance(module, Adapted) or not module.lora:
+        return {}
+    base = {} if module.base is None else {ADAPTER_OF: dict(module.base)}
+    return {_TRAINED: module.trained_adapter, **base}

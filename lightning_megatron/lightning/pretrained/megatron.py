@@ -11,6 +11,7 @@ from lightning_megatron.checkpoint.formats.megatron import (
 )
 from lightning_megatron.checkpoint.formats.megatron.weight_map import megatron_weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
+from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
@@ -29,7 +30,19 @@ def megatron_config(checkpoint: MegatronCheckpoint, path: PathLike) -> Transform
     if checkpoint.is_old and "bias_gelu_fusion" not in checkpoint.arguments:
         reason = f"the command line in {path} is older than that argument, and does not say which GELU the model has"
         raise ConfigError([Problem("config", None, f"{reason}: name a preset or a file")])
-    return TransformerConfig(**config_from_arguments(checkpoint.arguments))
+    fields = config_from_arguments(checkpoint.arguments)
+    if "lm_head.dense.weight" not in checkpoint.tensors:
+        return TransformerConfig(**fields)
+    is_fused = fields["activation"] == "gelu_tanh" and not checkpoint.arguments.get("openai_gelu")
+    types = checkpoint.tensors.get("embedding.tokentype_embeddings.weight")
+    return BertConfig(
+        **fields,
+        norm_position="before",
+        # The kernel that fuses bias and GELU approximates it, and is one of layers only.
+        head_activation="gelu" if is_fused else "",
+        num_token_types=0 if types is None else types.shape[0],
+        next_sentence="binary_head.weight" in checkpoint.tensors,
+    )
 
 
 def megatron_tensors(

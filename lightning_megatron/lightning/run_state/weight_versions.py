@@ -15,15 +15,16 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint import State, local_tensors, model_state
 from lightning_megatron.checkpoint.tensors.keys import Key, version_key
+from lightning_megatron.checkpoint.tensors.state_dict import first_names
+from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import spec_registry
 
 
 def repeats(module: LightningModule) -> dict[str, str]:
     """The later names of tied tensors, each with the first one, under which they are saved."""
-    live = module.state_dict(keep_vars=True)
-    first = {id(value): name for name, value in reversed(live.items())}
-    return {name: first[id(value)] for name, value in live.items() if first[id(value)] != name}
+    found = first_names(module.state_dict(keep_vars=True))
+    return {name: first for name, first in found.items() if first != name}
 
 
 def without_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:
@@ -35,17 +36,24 @@ def without_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict
 def with_repeats(tensors: Mapping[str, Any], module: LightningModule) -> dict[str, Any]:
     """Add the later names of tied tensors again."""
     live = module.state_dict(keep_vars=True)
-    first = {id(live[name]): name for name in reversed(list(tensors)) if name in live}
-    return {**tensors, **{name: tensors[first[id(value)]] for name, value in live.items() if id(value) in first}}
+    found = first_names({name: live[name] for name in (*tensors, *live) if name in live})
+    return {**tensors, **{name: tensors[first] for name, first in found.items() if first in tensors}}
 
 
-def take_versions(checkpoint: dict[str, Any], module: LightningModule) -> dict[str, dict[str, Any]]:
-    """Remove from a checkpoint the dictionaries with exactly the names of the model, and return them by key."""
-    names = module.state_dict().keys()
-    found = {key: value for key, value in checkpoint.items() if isinstance(value, dict) and value.keys() == names}
-    for key in found:
-        del checkpoint[key]
-    return found
+def take_versions(checkpoint: dict[str, Any], module: LightningModule, mesh: ParallelMesh) -> dict[str, dict[str, Any]]:
+    """Remove from a checkpoint the dictionaries that hold the model once more, and return them by key.
+
+    Their names are exactly those of the model, and their tensors have its shapes. All ranks must have such a
+    dictionary; they call this together.
+    """
+    shapes = _shapes(module.state_dict())
+    own = [key for key, value in checkpoint.items() if isinstance(value, dict) and _shapes(value) == shapes]
+    every = all_gather_object(mesh, own)
+    return {key: checkpoint.pop(key) for key in own if all(key in keys for keys in every)}
+
+
+def _shapes(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in tensors.items()}
 
 
 def is_edited(tensors: Mapping[str, Any], module: LightningModule) -> bool:

@@ -1,8 +1,8 @@
-"""Optimizer groups added by finetuning callbacks, restored when a run resumes."""
+"""Parameters that finetuning callbacks and hooks unfreeze, restored when a run resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -58,6 +58,25 @@ def rejoin(groups: Sequence[Mapping[str, Any]] | None, module: LightningModule, 
         if joining:
             target.optimizer.add_param_group({**group, "params": joining})
     target.add_new_params()
+
+
+def rejoin_frozen(trained: Callable[[], Collection[str]], module: LightningModule, target: ShardedOptimizer) -> None:
+    """Take in this rank's frozen parameters whose state a checkpoint has: a hook may unfreeze them later in the run.
+
+    Args:
+        trained: function that finds the global names of parameters with state.
+        module: the module.
+        target: their optimizer.
+    """
+    unassigned = (p for group in target.optimizer.param_groups for p in group["params"] if not target.holds(p))
+    frozen = {id(p) for p in unassigned if not p.requires_grad}
+    names = trained() if frozen else ()
+    joining = [p for name, p, spec in named_specs(module) if id(p) in frozen and (spec.tied_with or name) in names]
+    for param in joining:
+        param.requires_grad_()
+    target.add_new_params()
+    for param in joining:
+        param.requires_grad_(False)
 
 
 def _callbacks(module: LightningModule) -> list[BaseFinetuning]:

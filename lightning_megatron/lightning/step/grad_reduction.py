@@ -1,4 +1,4 @@
-"""The dtype in which gradients are summed over ranks."""
+"""The dtypes in which gradients are accumulated, and summed over ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,27 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning_megatron.config.layout import HasBatchShape
 from lightning_megatron.device import HPU, DeviceKind
 from lightning_megatron.lightning.compat._private import training_data
-from lightning_megatron.optim.core.config import grad_reduce_dtype_rule
+from lightning_megatron.optim.core.bf16_sums import allows_bf16_sums
 
 GradReduceDtype = Literal["fp32", "bf16"]
-REDUCE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MainGradsDtype = Literal["fp32", "bf16", "auto"]
+GRAD_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def accumulation_dtype(
+    requested: MainGradsDtype | None, default: torch.dtype, micro_batches_per_step: int | None, data_parallel_size: int
+) -> torch.dtype:
+    """Dtype in which the gradients of micro-batches are accumulated; logged if it follows Intel's rule.
+
+    Args:
+        requested: the strategy's argument; ``"auto"`` for Intel's rule.
+        default: dtype of the precision, for ``None``.
+        micro_batches_per_step: forwards of one optimizer step on one replica; ``None`` if unknown, which gives fp32.
+        data_parallel_size: number of replicas.
+    """
+    if requested == "auto":
+        return _by_rule("accumulated", "main_grads_dtype", micro_batches_per_step, data_parallel_size)
+    return default if requested is None else GRAD_DTYPES[requested]
 
 
 def reduce_dtype(
@@ -39,18 +56,21 @@ def reduce_dtype(
         The dtype; ``None`` to sum in the dtype in which gradients are accumulated.
     """
     if requested is not None:
-        return REDUCE_DTYPES[requested]
+        return GRAD_DTYPES[requested]
     if kind is not HPU or params != torch.bfloat16:
         return None
+    return _by_rule("summed over ranks", "grad_reduce_dtype", micro_batches_per_step, data_parallel_size)
+
+
+def _by_rule(summed: str, argument: str, micro_batches_per_step: int | None, data_parallel_size: int) -> torch.dtype:
     if micro_batches_per_step is None:
-        chosen, why = torch.float32, "the batch size is unknown before training"
+        name, why = "fp32", "the batch size is unknown before training"
     else:
-        chosen = grad_reduce_dtype_rule(micro_batches_per_step, data_parallel_size)
+        name = "bf16" if allows_bf16_sums(micro_batches_per_step, data_parallel_size) else "fp32"
         summands = micro_batches_per_step * data_parallel_size
         why = f"{micro_batches_per_step} micro-batches x dp {data_parallel_size} = {summands} summands"
-    name = next(name for name, dtype in REDUCE_DTYPES.items() if dtype is chosen)
-    rank_zero_info(f"gradients are summed over ranks in {name} ({why}; grad_reduce_dtype overrides this)")
-    return chosen
+    rank_zero_info(f"gradients are {summed} in {name} ({why}; {argument} overrides this)")
+    return GRAD_DTYPES[name]
 
 
 def micro_batches_of_step(trainer: Trainer, micro_batch_size: int | None) -> int | None:

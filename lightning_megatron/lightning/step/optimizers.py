@@ -235,8 +235,10 @@ class OptimizerSet:
             slot.unhide()
 
     def _continue_accumulation(self) -> None:
+        """Prepare the optimizers that the coming backward may reach; others keep their mean gradients for hooks."""
         for sharded in self.sharded:
-            sharded.continue_accumulation()
+            if any(slot.owned.param.requires_grad for slot in sharded.slots):
+                sharded.continue_accumulation()
 
     def _check_probe(self) -> None:
         probe, self._probe = self._probe, None

@@ -368,14 +368,13 @@ class StrategyHooks(ParallelStrategy):
     # Evaluation
 
     def on_validation_start(self) -> None:
-        """Broadcast buffers, and give a validation that is repeated after resuming its first random numbers."""
-        trainer = self._ranks.module.trainer
-        self._params.share_buffers(trainer, sends_gradients=False)
-        self.checkpoints.randomness.begin_validation(sanity_checking=trainer.sanity_checking)
+        """Give a validation that is repeated after resuming its first random numbers."""
+        self.checkpoints.randomness.begin_validation(sanity_checking=self._ranks.module.trainer.sanity_checking)
 
     @recorded(Kind.VALIDATION_STEP)
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A user's ``validation_step`` on every micro-batch."""
+        """A user's ``validation_step`` on every micro-batch. The first step broadcasts buffers as hooks left them."""
+        self._params.share_buffers(self._ranks.module.trainer, sends_gradients=False)
         return self._evaluate("validation_step", *args, **kwargs)
 
     @recorded(Kind.TEST_STEP)

@@ -46,7 +46,8 @@ class KillSwitch(Callback):
     Only rank 0 looks for the file; a signal may reach any rank. Neither acts at once: at the end of each optimizer step
     all ranks exchange their requests to stop, and get the result one step later. Then all save a checkpoint and leave
     ``fit`` with ``SystemExit``, so that nothing after ``fit`` runs. In validation the same happens between two batches,
-    and a resumed run repeats the validation; if ranks have different numbers of batches, validation ends first.
+    and a resumed run repeats the validation. Validation ends first if ranks have different numbers of batches, or if a
+    hook has put other weights into the model, as `EMAWeightAveraging` does.
 
     The exit status is 0 after the file, and 128 + its number after a signal, as a shell reports a process that a signal
     has killed (143 for SIGTERM), so that a queue does not take an interrupted job for a complete one. Where Lightning
@@ -98,6 +99,7 @@ class KillSwitch(Callback):
         self._seen_step = 0
         self._file_is_there = False
         self._same_validation = False
+        self._weights: list[float] | None = None
         self._told = 0
         self._saved: str | None = None
         self._linking: ModelCheckpoint | None = None
@@ -232,12 +234,23 @@ class KillSwitch(Callback):
             self._save(trainer)
         self._leave(trainer)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave with a checkpoint that repeats this validation, or find out if ranks can agree during it."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
+    def begin_validation(self, trainer: Trainer) -> None:
+        """Before hooks change the model for a validation, agree, and find out if ranks can agree during it.
+
+        If any rank was told to stop, leave with a checkpoint that repeats this validation.
+        """
+        if trainer.sanity_checking or self._agreement is None:
             return
-        self._end_step(trainer)
         self._same_validation = _validates_alike(trainer)
+        if self._same_validation:
+            self._told = self._told or self._agreement.answer()
+            self._weights = _norms(trainer)
+        self._end_step(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave with a checkpoint that repeats this validation."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._end_step(trainer)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -245,6 +258,9 @@ class KillSwitch(Callback):
         """Agree; if any rank was told to stop, save and leave."""
         if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or self._agreement is None:
             return
+        if self._weights is not None:
+            changed, self._weights = _norms(trainer) != self._weights, None
+            self._same_validation = not self._agreement.ask_now(int(changed))
         if self._same_validation and self._signals.waits:
             self._told = self._agreement.ask(self._own_word(trainer))
             if self._told:
@@ -306,8 +322,8 @@ class BeforeNextStep(Callback):
         self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._switch.begin_validation(trainer)
 
 
 def checkpoint_path(trainer: Trainer) -> str:
@@ -374,3 +390,11 @@ def _checkpoints(trainer: Trainer) -> RunCheckpoints | None:
     """The checkpoints of ``MegatronStrategy``; ``None`` with another strategy."""
     found = getattr(trainer.strategy, "checkpoints", None)
     return found if isinstance(found, RunCheckpoints) else None
+
+
+def _norms(trainer: Trainer) -> list[float]:
+    """Norms of the weights and buffers of this rank, which show if a hook has put other ones into the model."""
+    state = trainer.strategy.lightning_module_state_dict().values()
+    values = [value.detach() for value in state if torch.is_tensor(value) and value.is_floating_point()]
+    norms = [torch.linalg.vector_norm(value, dtype=torch.float32) for value in values]
+    return torch.stack(norms).tolist() if norms else []

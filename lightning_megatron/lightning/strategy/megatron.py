@@ -24,7 +24,7 @@ from lightning_megatron.errors import raise_if_any
 from lightning_megatron.lightning.compat.accelerator import preferred_accelerator, register_with_lightning_habana
 from lightning_megatron.lightning.environments.mpi import environment_of_ranks
 from lightning_megatron.lightning.launch.launcher import LaunchCalls, launcher_of
-from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
+from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype, MainGradsDtype
 from lightning_megatron.lightning.strategy.hooks import StrategyHooks
 from lightning_megatron.lightning.validation.job import ELSEWHERE, RULES
 from lightning_megatron.lightning.validation.settings import CPCommType, JobSettings
@@ -76,9 +76,11 @@ class MegatronStrategy(StrategyHooks):
         overlap_grad_reduce: send gradients while backward is running.
         overlap_param_gather: gather parameters while the next forward is running; switched off if a callback or the
             module may read parameters between steps.
-        grad_reduce_dtype: dtype in which ranks sum gradients, ``"fp32"`` or ``"bf16"``; ``None`` for that of the
-            gradients (fp32, bf16 under ``"bf16-true"``), on Gaudi for bf16 if a gradient sums at most 256 micro-batches
-            over all replicas, else fp32 (Intel's rule).
+        main_grads_dtype: dtype in which gradients are accumulated: ``"fp32"``; ``"bf16"``, for bf16 parameters, which
+            saves 2 bytes a parameter; or ``"auto"``: bf16 if a gradient sums at most 256 micro-batches over all
+            replicas, else fp32 (Intel's rule). ``None`` for fp32, and for bf16 under ``"bf16-true"``.
+        grad_reduce_dtype: dtype in which ranks sum gradients, ``"fp32"`` or ``"bf16"``; ``None`` for
+            ``main_grads_dtype``, on Gaudi for bf16 parameters by Intel's rule.
         bucket_size: gradient elements sent at once; ``None`` for Megatron's ``max(40e6, 1e6 x dp)``.
         recompute: activations computed again in backward instead of being kept: ``"selective"`` (core attention),
             ``"full"`` (layers), ``"moe"`` (experts), or some of ``"core_attn"``, ``"attention"``, ``"mlp"``, ``"moe"``.
@@ -153,6 +155,7 @@ class MegatronStrategy(StrategyHooks):
         elementwise_optimizers: list[str | type[Optimizer]] | None = None,
         overlap_grad_reduce: bool = True,
         overlap_param_gather: bool = True,
+        main_grads_dtype: MainGradsDtype | None = None,
         grad_reduce_dtype: GradReduceDtype | None = None,
         bucket_size: int | None = None,
         recompute: str | list[str] | None = None,

@@ -28,7 +28,7 @@ from lightning_megatron.errors import described
 from lightning_megatron.lightning.compat._private import default_store
 from lightning_megatron.lightning.strategy.memory_trials import MemoryTrials
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
-from lightning_megatron.lightning.streams.generators import generator_hashes, seed_generators
+from lightning_megatron.lightning.streams.generators import copy_generators, generator_hashes
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh, coordinate, dense_grid
@@ -59,7 +59,6 @@ class JobRanks:
         self.device_is_taken = False
         self._mesh: ParallelMesh | None = None
         self._store: Store | None = None
-        self._seed = 0
 
     @property
     def module(self) -> LightningModule:
@@ -212,7 +211,7 @@ class JobRanks:
 
     def agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
-        seed = self._seed = self.broadcast(torch.initial_seed())
+        seed = self.broadcast(torch.initial_seed())
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
         mesh = self.mesh
@@ -220,12 +219,11 @@ class JobRanks:
         mesh.rng.seed(seed % (1 << 62), **place)
 
     def draw_alike(self) -> None:
-        """Ranks that read the same samples must draw the same numbers, whatever their scripts have seeded and drawn."""
-        mesh = self.mesh
-        found = all_gather_object(mesh, (mesh.dp.rank, generator_hashes()))
-        replica = [hashes for dp_rank, hashes in found if dp_rank == mesh.dp.rank]
-        different = [name for name, hashed in replica[0].items() if any(hashes[name] != hashed for hashes in replica)]
-        seed_generators(self._seed + mesh.dp.rank, different)
+        """Ranks that read the same samples draw what the first of them draws, whatever their scripts have seeded."""
+        found = all_gather_object(self.mesh, (self.mesh.dp.rank, generator_hashes()))
+        first = dict(reversed(found))  # by replica
+        if any(hashes != first[replica] for replica, hashes in found):
+            copy_generators(self.mesh)
 
     # Collectives
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_megatron import device as devices
 from lightning_megatron.lightning import checkpointing
 from lightning_megatron.lightning.run_state.buffers import BufferSync
-from lightning_megatron.lightning.step.grad_reduction import micro_batches_of_step, reduce_dtype
+from lightning_megatron.lightning.step.grad_reduction import accumulation_dtype, micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
 from lightning_megatron.lightning.step.precision import MegatronPrecision, PrecisionMode
 from lightning_megatron.lightning.step.watchers import watches_gradients, watches_parameters
@@ -109,7 +109,7 @@ class TrainedParameters:
         config = replace(
             job.optimizer,
             main_dtype=mode.main,
-            grad_dtype=mode.grads,
+            grad_dtype=accumulation_dtype(job.main_grads_dtype, mode.grads, *summands),
             reduce_dtype=reduce_dtype(job.grad_reduce_dtype, kind, mode.params, *summands),
             overlap_param_gather=job.optimizer.overlap_param_gather and not watched,
         )

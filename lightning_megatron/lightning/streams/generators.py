@@ -7,7 +7,7 @@ import hashlib
 import random
 import zlib
 from array import array
-from collections.abc import Collection, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,14 +41,11 @@ def copy_generators(mesh: ParallelMesh) -> None:
     _restore(next(states for replica, states in found if replica == mesh.dp.rank), mesh.rng.device)
 
 
-def seed_generators(seed: int, names: Collection[str] = _NAMES) -> None:
-    """Reseed the generators of these names."""
-    if "python" in names:
-        random.seed(seed)
-    if "numpy" in names:
-        np.random.seed(seed % (1 << 32))
-    if "torch" in names:
-        torch.manual_seed(seed)
+def seed_generators(seed: int) -> None:
+    """Reseed all generators."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
 
 
 @contextmanager

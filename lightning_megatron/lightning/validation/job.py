@@ -258,11 +258,15 @@ def layout_faults(job: Job) -> list[Problem]:
 
 
 def precision_faults(job: Job) -> list[Problem]:
-    """Precisions in which this package's models do not compute."""
-    if job.model is None or job.dtype != torch.float64:
-        return []
-    reason = "this package's norms, attention and losses compute in fp32: '64-true' is for modules of your own"
-    return [Problem("precision", "64-true", reason, ("32-true",))]
+    """Precisions in which this package's models do not compute, or gradients are not accumulated."""
+    found, grads = [], job.settings.main_grads_dtype
+    if job.model is not None and job.dtype == torch.float64:
+        reason = "this package's norms, attention and losses compute in fp32: '64-true' is for modules of your own"
+        found.append(Problem("precision", "64-true", reason, ("32-true",)))
+    if grads in ("bf16", "auto") and job.dtype != torch.bfloat16:
+        reason = f"gradients of {str(job.dtype).removeprefix('torch.')} parameters are not accumulated in bf16"
+        found.append(Problem("main_grads_dtype", grads, reason, (None,)))
+    return found
 
 
 def expert_faults(job: Job) -> list[Problem]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan, recompute_problems
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype
+from lightning_megatron.lightning.step.grad_reduction import GradReduceDtype, MainGradsDtype
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.pipeline.partition import LayerSplit
@@ -40,6 +40,7 @@ class JobSettings:
 
     pipeline_schedule: PipelineSchedule | None = None
     micro_batch_size: int | None = None
+    main_grads_dtype: MainGradsDtype | None = None
     grad_reduce_dtype: GradReduceDtype | None = None
     broadcast_predictions: bool = True
     compile: bool | str = False

@@ -97,6 +97,21 @@ class BertModel(StagedModel):
         return BertLogits(logits.transpose(0, 1), follows)
 
     @in_own_dtype
+    def pooled(self, inputs: BertInputs) -> Tensor:
+        """Pooled features ``[B, H]`` of the first token; on a stage that is not the last, the end of the step.
+
+        All ranks that share a sequence must compute the same from them: each rank's gradient of the result is taken as
+        the whole gradient, as in one process.
+
+        Raises:
+            ConfigError: for a sequence longer than the learned positions, or a model without a pooler.
+        """
+        if not self.config.next_sentence:
+            raise_if_any([Problem("next_sentence", False, "the model has no pooler without that head", (True,))])
+        encoded, head = self._encoded(inputs)
+        return head.pooled(encoded)
+
+    @in_own_dtype
     def losses(
         self,
         inputs: BertInputs,

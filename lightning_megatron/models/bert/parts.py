@@ -17,7 +17,7 @@ from lightning_megatron.layers.norm import model_norm
 from lightning_megatron.layers.whole_linear import WholeLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.transformer import Block, Embedding, Head
-from lightning_megatron.ops.activation import activation_of
+from lightning_megatron.ops.activation import activation
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import run_part
@@ -109,7 +109,7 @@ class BertHead(Head):
         h, std = config.hidden_size, config.init_std
         self.bias = nn.Parameter(torch.zeros(self.rows))
         self.transform = WholeLinear(h, h, mesh, sequence_parallel=sequence_parallel, init_std=std)
-        self.activation = activation_of(config).run
+        self.activation = activation(config.head_activation or config.activation).run
         self.encoder_norm: nn.Module = nn.Identity()
         if not config.norms_after:
             self.encoder_norm = model_norm(config, h, mesh, sequence_parallel, ops)
@@ -130,20 +130,24 @@ class BertHead(Head):
         out: Tensor = self.encoder_norm(hidden)
         return out
 
-    def follows(self, encoded: Tensor) -> Tensor:
-        """Logits ``[B, 2]`` from the result of :meth:`encoded`, equal on all ranks.
-
-        The first says that the second segment follows the first one, the other that it does not.
-        """
+    def pooled(self, encoded: Tensor) -> Tensor:
+        """Pooled features ``[B, H]`` of the first token from the result of :meth:`encoded`, equal on all ranks."""
         assert self.pooler is not None
-        assert self.next_sentence is not None
         first = encoded[0]
         if self.sequence_parallel:  # the first rank's shard begins with the first token
             first = reduce_from_region(first * float(self.axis.rank == 0), self.axis)
         # Gradients are averaged over context-parallel ranks, of which only one has a gradient here.
         first = copy_to_region(first * float(self.context.rank == 0), self.context)
         first = reduce_from_region(first, self.context)
-        out: Tensor = self.next_sentence(torch.tanh(self.pooler(first)))
+        return torch.tanh(self.pooler(first))
+
+    def follows(self, encoded: Tensor) -> Tensor:
+        """Logits ``[B, 2]`` from the result of :meth:`encoded`, equal on all ranks.
+
+        The first says that the second segment follows the first one, the other that it does not.
+        """
+        assert self.next_sentence is not None
+        out: Tensor = self.next_sentence(self.pooled(encoded))
         return out
 
     def _enter(self, hidden: Tensor) -> Tensor:

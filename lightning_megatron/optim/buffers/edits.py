@@ -27,10 +27,6 @@ def copy_edited_grads(main: MainValues, states: States) -> None:
     edited = [slot for slot in main.bucket.slots if slot.is_replaced or slot.is_cleared]
     if not edited:
         return
-    for part in main.parts:
-        if part.param.grad is not None and part.param.dtype != main.bucket.own_grads.dtype:
-            # Keep changes of the copy, such as clipping.
-            main.bucket.own_grads[part.span].copy_(part.param.grad.view(-1))
     for slot in edited:
         grad = slot.owned.param.grad
         if grad is None:

@@ -95,22 +95,44 @@ class MainValues:
     # Gradients
 
     def assign_grads(self, states: States) -> None:
-        """Give every part its gradient in the bucket, or ``None``; split parts where only some parameters have one."""
+        """Give every part its gradient in the bucket, or ``None``; split parts where only some parameters have one.
+
+        A part of another dtype than the bucket's gradients gets its own in :meth:`convert_grads`.
+        """
         self._split(states, lambda slot: slot.has_grad)
+        grads = {part.start: grad for part, grad in self.grads()}
         for part in self.parts:
-            if not (part.slots and part.slots[0].has_grad):
-                part.param.grad = None
-            elif part.owned is not None and part.param is part.owned.param:
+            if part.start in grads and part.owned is not None and part.param is part.owned.param:
                 part.slots[0].attach()
-            else:  # the buffer itself where dtypes agree
-                part.param.grad = self.bucket.own_grads[part.span].view(part.param.shape).to(part.param.dtype)
+            else:
+                part.param.grad = None if self.converts_grads else grads.get(part.start)
+
+    def grads(self) -> Iterator[tuple[MainParam, Tensor]]:
+        """Parts that have gradients, and those gradients: views of the bucket's, in the shapes of the parts."""
+        for part in self.parts:
+            if part.slots and part.slots[0].has_grad:
+                yield part, self.bucket.own_grads[part.span].view(part.param.shape)
+
+    @property
+    def converts_grads(self) -> bool:
+        """True if main values have another dtype than the bucket's gradients."""
+        return self.flat.dtype != self.bucket.own_grads.dtype
+
+    def convert_grads(self) -> None:
+        """Give the optimizer gradients of its parameters' dtype, for a step."""
+        if self.converts_grads:
+            for part, grad in self.grads():
+                part.param.grad = grad.to(part.param.dtype)
+
+    def drop_converted(self) -> None:
+        """Free what :meth:`convert_grads` has made."""
+        if self.converts_grads:
+            for part in self.parts:
+                part.param.grad = None
 
     def named_grads(self) -> Iterator[tuple[str, Tensor]]:
         """Name and gradient of every parameter that has one, parameter by parameter."""
-        for part in self.parts:
-            grad = part.param.grad
-            if grad is None:
-                continue
+        for part, grad in self.grads():
             for slot in part.slots:
                 here = self.local_range(slot)
                 yield slot.owned.name, grad.view(-1)[here.start - part.start : here.stop - part.start]

@@ -8,8 +8,6 @@ import torch
 
 from lightning_megatron.optim.core.update_scope import OptimizerRef
 
-_BF16_REDUCE_LIMIT = 256
-
 
 @dataclass(frozen=True)
 class DistributedOptimizerConfig:
@@ -50,17 +48,3 @@ class DistributedOptimizerConfig:
 
     They are then summed in the parameter's dtype (manual optimization).
     """
-
-
-def grad_reduce_dtype_rule(micro_batches_per_step: int, data_parallel_size: int) -> torch.dtype:
-    """Dtype in which bf16 training may sum gradients over micro-batches and ranks on Gaudi.
-
-    Gaudi's Megatron-LM fork (release 1.20) allows bf16 for a gradient that is a sum over at most 256 micro-batches;
-    beyond that a summand is so small beside the sum that bf16's 8 bits lose it. Only Gaudi profits from bf16 here.
-
-    Args:
-        micro_batches_per_step: forwards of one optimizer step on one replica (micro-batches of all accumulated
-            batches).
-        data_parallel_size: number of replicas.
-    """
-    return torch.bfloat16 if micro_batches_per_step * data_parallel_size <= _BF16_REDUCE_LIMIT else torch.float32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -11,6 +11,7 @@ from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.optim.core.bf16_sums import allows_bf16_sums
 from lightning_megatron.pipeline.action import Schedule
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.pipeline.schedule import build_schedule, schedule_kind, schedule_problems
@@ -18,6 +19,32 @@ from lightning_megatron.stage import StageLayers
 
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 """Precisions by Lightning's names, with the strategy's meaning of them."""
+
+
+@dataclass(frozen=True)
+class PrecisionBytes:
+    """Bytes of a value by its role; they are the dtypes of ``lightning/step/precision.py``.
+
+    Attributes:
+        params: bytes of a parameter, and of an activation.
+        grads: bytes of an accumulated gradient.
+        main: bytes of a main parameter; 0 where it is the parameter itself.
+        state: bytes of one value of the optimizer's state.
+    """
+
+    params: int
+    grads: int
+    main: int
+    state: int
+
+
+PRECISION_BYTES = {
+    "32-true": PrecisionBytes(4, 4, 0, 4),
+    "bf16-true": PrecisionBytes(2, 2, 0, 2),
+    "bf16-mixed": PrecisionBytes(2, 4, 4, 4),
+    "16-mixed": PrecisionBytes(2, 4, 4, 4),
+}
+"""Bytes by precision."""
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by the names of ``grad_reduce_dtype``."""
@@ -31,6 +58,7 @@ RULES: Rules = {
     "micro_batch_size": at_least(1),
     "num_micro_batches": at_least(1),
     "precision": OneOf(PRECISIONS),
+    "main_grads_dtype": OneOf((*DTYPE_BYTES, "auto")),
     "grad_reduce_dtype": OneOf(tuple(DTYPE_BYTES)),
     "bucket_size": at_least(1),
     "optimizer_states": at_least(0),
@@ -56,6 +84,8 @@ class PlannedJob:
         distributed_optimizer: True if optimizer states are sharded over data-parallel ranks.
         overlap_grad_reduce: True if gradients are reduced during the last backward.
         overlap_param_gather: True if parameters are gathered during the next forward.
+        main_grads_dtype: dtype in which gradients are accumulated; ``None`` for that of the precision, ``"auto"`` for
+            Intel's rule.
         grad_reduce_dtype: dtype in which gradients are summed over ranks; ``None`` for that of the gradients.
         bucket_size: elements of a bucket; ``None`` for the strategy's default.
         optimizer_states: values that the optimizer keeps for each parameter (Adam: 2).
@@ -79,6 +109,7 @@ class PlannedJob:
     distributed_optimizer: bool = True
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
+    main_grads_dtype: str | None = None
     grad_reduce_dtype: str | None = None
     bucket_size: int | None = None
     optimizer_states: int = 2
@@ -108,6 +139,19 @@ class PlannedJob:
         found += self.recompute.problems(layout, self.config)
         found += schedule_problems(self.schedule, pp, vpp, self.num_micro_batches)
         return found + ([] if self.split.is_even else self.split.problems(self.config.num_layers, pp, vpp))
+
+    @cached_property
+    def item_bytes(self) -> PrecisionBytes:
+        """Bytes of a value by its role."""
+        found, grads = PRECISION_BYTES[self.precision], self.main_grads_dtype
+        if grads == "auto":
+            grads = "bf16" if allows_bf16_sums(self.num_micro_batches, self.layout.data_parallel_size) else "fp32"
+        return found if grads is None else replace(found, grads=DTYPE_BYTES[grads])
+
+    @property
+    def sent_grad_bytes(self) -> int:
+        """Bytes of a gradient's value while it is sent."""
+        return self.item_bytes.grads if self.grad_reduce_dtype is None else DTYPE_BYTES[self.grad_reduce_dtype]
 
     @property
     def global_batch_size(self) -> int:

@@ -58,7 +58,7 @@ class PlannedParameter:
 
 FP8_ENDS = 1
 """Layers without fp8 at each end of a model, by the default recipe."""
-FP8_KINDS = ("attention", "mlp", "shared experts")
+FP8_KINDS = ("attention", "mlp", "shared experts", "experts")
 
 
 def padded_vocabulary(config: TransformerConfig, tp: int) -> int:
@@ -236,10 +236,7 @@ def fp8_weights(job: PlannedJob, pipeline_rank: int) -> int:
     if not job.fp8:
         return 0
     shards, config = _Shards(job.config, job.layout), job.config
-    of = {
-        kind: sum(p.size for p in shards.layer(kind) if p.kind in FP8_KINDS and p.decay and not p.expert)
-        for kind in (False, True)
-    }
+    of = {kind: sum(p.size for p in shards.layer(kind) if p.kind in FP8_KINDS and p.decay) for kind in (False, True)}
     numbers = (number for stage in job.stages_of(pipeline_rank) for number in stage.layers)
     inner = (number for number in numbers if FP8_ENDS <= number < config.num_layers - FP8_ENDS)
     return sum(of[config.has_experts(number)] for number in inner)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from operator import mul
 
 from lightning_megatron.pipeline.schedule import schedule_kind
-from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.core.parameters import fp8_weights
 from lightning_megatron.planning.core.term import Term
 from lightning_megatron.planning.memory.ends import embedding_end, waiting_gradient
@@ -20,7 +20,7 @@ from lightning_megatron.planning.memory.estimate import MemoryEstimate
 from lightning_megatron.planning.memory.formulas import BATCH, COMMUNICATION, FP8, PIPELINE, activation_formulas
 from lightning_megatron.planning.memory.shapes import ACCELERATOR, Kernels, shapes_of
 from lightning_megatron.planning.memory.stage import DEFERRED, WORKING, stage_bytes
-from lightning_megatron.planning.memory.states import PRECISION_BYTES, StateBytes, state_bytes, state_terms
+from lightning_megatron.planning.memory.states import StateBytes, state_bytes, state_terms
 from lightning_megatron.planning.memory.steps import Moment, moments_of
 
 FP8_BYTES = 2
@@ -101,15 +101,16 @@ def _batch_bytes(job: PlannedJob) -> int:
     ids = 16 * samples * job.seq_length
     if job.config.position_embedding != "rope":
         return ids
-    return ids + 2 * job.seq_length * job.config.head_dim * PRECISION_BYTES[job.precision].params
+    return ids + 2 * job.seq_length * job.config.head_dim * job.item_bytes.params
 
 
 def _end_of_step(job: PlannedJob, rank: int, states: StateBytes, kernels: Kernels) -> int:
     """Temporary bytes while gradients are summed over ranks, on top of the persistent ones."""
-    grads, item = PRECISION_BYTES[job.precision].grads, _sent_item(job)
+    grads, item, main = job.item_bytes.grads, job.sent_grad_bytes, job.item_bytes.main
     copies = states.sizes.sent * item if item != grads else 0
     received = states.sizes.sent * item if kernels.copies_pieces and job.distributed_optimizer else 0
-    found = max(copies + received, states.sizes.late * grads)
+    converted = states.sizes.owned * main if main not in (0, grads) else 0  # the optimizer takes main values' dtype
+    found = max(copies + received, states.sizes.late * grads, converted)
     stages = job.stages_of(rank)
     if not (received and _sends_in_backward(job) and stages[0].has_embedding):
         return found
@@ -120,13 +121,6 @@ def _end_of_step(job: PlannedJob, rank: int, states: StateBytes, kernels: Kernel
     sizes = states.sizes
     under_way = (copies + received) // max(sizes.sent, 1) * (sizes.sent - sizes.waiting)
     return max(found, under_way + working)
-
-
-def _sent_item(job: PlannedJob) -> int:
-    """Bytes of a gradient's value while it is sent."""
-    if job.grad_reduce_dtype is None:
-        return PRECISION_BYTES[job.precision].grads
-    return DTYPE_BYTES[job.grad_reduce_dtype]
 
 
 def _sends_in_backward(job: PlannedJob) -> bool:
@@ -154,7 +148,7 @@ class _RankPeak:
         self._kept = [stage.size for stage in self._stages.values()]
         self._deferred = [stage.deferred for stage in self._stages.values()]
         # A bucket of the output layer is being received while the last backward goes on through the layers.
-        head = 0 if job.config.tie_embeddings else self._x.vocabulary * _sent_item(job)
+        head = 0 if job.config.tie_embeddings else self._x.vocabulary * job.sent_grad_bytes
         receives = kernels.copies_pieces and job.distributed_optimizer and _sends_in_backward(job)
         self._received = {stage.stage: head if receives and stage.has_loss else 0 for stage in stages}
         layout = job.layout

@@ -11,7 +11,6 @@ from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.planning.core.experts import expert_rows, gathers_tokens
 from lightning_megatron.planning.core.job import AttentionKind, PlannedJob
 from lightning_megatron.planning.core.parameters import padded_vocabulary
-from lightning_megatron.planning.memory.states import PRECISION_BYTES
 
 LOGITS_CHUNK_BYTES = 32 << 20
 """Approximate size of the fp32 logits of a chunk, as in ``layers/cross_entropy.py``."""
@@ -285,7 +284,7 @@ class Shapes:
 
 def shapes_of(job: PlannedJob, kernels: Kernels = ACCELERATOR) -> Shapes:
     """Tensors of a micro-batch of a job."""
-    b = PRECISION_BYTES[job.precision]
+    b = job.item_bytes
     size = job.seq_length, job.micro_batch_size
     return _shapes(job.config, job.layout, size, (b.params, b.grads), job.expert_imbalance, job.attention, kernels)
 

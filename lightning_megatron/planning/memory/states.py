@@ -15,32 +15,6 @@ from lightning_megatron.stage import StageLayers
 
 
 @dataclass(frozen=True)
-class PrecisionBytes:
-    """Bytes of a value by its role; they are the dtypes of ``lightning/step/precision.py``.
-
-    Attributes:
-        params: bytes of a parameter, and of an activation.
-        grads: bytes of an accumulated gradient.
-        main: bytes of a main parameter; 0 where it is the parameter itself.
-        state: bytes of one value of the optimizer's state.
-    """
-
-    params: int
-    grads: int
-    main: int
-    state: int
-
-
-PRECISION_BYTES = {
-    "32-true": PrecisionBytes(4, 4, 0, 4),
-    "bf16-true": PrecisionBytes(2, 2, 0, 2),
-    "bf16-mixed": PrecisionBytes(2, 4, 4, 4),
-    "16-mixed": PrecisionBytes(2, 4, 4, 4),
-}
-"""Bytes by precision."""
-
-
-@dataclass(frozen=True)
 class BufferSizes:
     """Elements of a rank's flat buffers, with the padding of parameters and buckets.
 
@@ -124,7 +98,7 @@ def _sizes(
 
 def state_bytes(job: PlannedJob, pipeline_rank: int) -> StateBytes:
     """Bytes of parameters, gradients, main parameters and optimizer state of a rank."""
-    sizes, b = buffer_sizes(job, pipeline_rank), PRECISION_BYTES[job.precision]
+    sizes, b = buffer_sizes(job, pipeline_rank), job.item_bytes
     return StateBytes(
         parameters=b.params * sizes.elements,
         gradients=b.grads * sizes.elements,
@@ -136,7 +110,7 @@ def state_bytes(job: PlannedJob, pipeline_rank: int) -> StateBytes:
 
 def state_terms(job: PlannedJob, states: StateBytes) -> tuple[Term, ...]:
     """The formulas of :func:`state_bytes`, as text."""
-    b, n, own = PRECISION_BYTES[job.precision], states.sizes.elements, states.sizes.owned
+    b, n, own = job.item_bytes, states.sizes.elements, states.sizes.owned
     share = f"{own:,} elements of this rank's share"
     return (
         Term("parameters", f"{b.params} bytes x {n:,} elements, padding included", states.parameters, "bytes"),

@@ -47,7 +47,7 @@ def gradient_seconds(
     if not parts:
         return 0.0, 0.0
     bucket = job.bucket_size or max(LEAST_BUCKET, BUCKET_OF_A_RANK * groups.dp.size)
-    sums = sum(_seconds(group, device, count, bucket, sizes.sent_grad_bytes) for group, count in parts)
+    sums = sum(_seconds(group, device, count, bucket, sizes.job.sent_grad_bytes) for group, count in parts)
     gathers = sum(_seconds(group, device, count, bucket, sizes.value_bytes) for group, count in parts)
     in_backward = job.overlap_grad_reduce and device.asynchronous
     if not job.distributed_optimizer:

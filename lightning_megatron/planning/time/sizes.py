@@ -8,7 +8,7 @@ from functools import cached_property
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import GATED, TransformerConfig
 from lightning_megatron.planning.core.experts import expert_rows
-from lightning_megatron.planning.core.job import DTYPE_BYTES, PlannedJob
+from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.core.parameters import padded_vocabulary
 from lightning_megatron.stage import StageLayers
 
@@ -56,18 +56,12 @@ class Sizes:
     @cached_property
     def value_bytes(self) -> int:
         """Bytes of an activation and of a parameter."""
-        return 4 if self.job.precision == "32-true" else 2
+        return self.job.item_bytes.params
 
     @cached_property
     def grad_bytes(self) -> int:
         """Bytes of a gradient in the buffers."""
-        return 2 if self.job.precision == "bf16-true" else 4
-
-    @cached_property
-    def sent_grad_bytes(self) -> int:
-        """Bytes of a gradient on the way to other ranks."""
-        given = self.job.grad_reduce_dtype
-        return self.grad_bytes if given is None else DTYPE_BYTES[given]
+        return self.job.item_bytes.grads
 
     @cached_property
     def matmul_dtype(self) -> str:

@@ -196,12 +196,38 @@ def test_one_of_several_adapters_is_trained(hf, tmp_path):
     assert all(".lora.second." in name for name in names)
     loaded = LlamaModule.load_from_checkpoint(tmp_path / "a.ckpt").eval()
     tokens = torch.stack([sample["tokens"] for sample in samples(4)])
-    assert loaded.active_adapter == "first"
+    assert loaded.active_adapter == "second"
     without = LlamaModule.from_hf(hf).eval()(tokens)
-    torch.testing.assert_close(loaded(tokens), without)  # it has not been trained: its B is zero
-    loaded.use_adapter("second")
     assert not torch.equal(loaded(tokens), without)
     torch.testing.assert_close(loaded(tokens), logits_of(module, tokens))
+    loaded.use_adapter("first")
+    torch.testing.assert_close(loaded(tokens), without)  # it has not been trained: its B is zero
+
+
+@pytest.mark.parametrize("form", [{}, {"save_distributed_checkpoint": False}], ids=["directory", "file"])
+def test_a_run_goes_on_with_the_adapter_that_was_trained(tmp_path, form):
+    """Against a module whose code names the adapter again; one that names another is told."""
+
+    def module(*chosen: str) -> GPTModule:
+        seed_everything(7, verbose=False)
+        lora = {"first": ADAPTER, "second": LoRA(rank=2, targets="o_proj")}
+        made = GPTModule(tiny_llama(vocab_size=VOCABULARY), lora=lora, lr=1e-2)
+        for name in chosen:
+            made.use_adapter(name)
+        return made
+
+    path, how = tmp_path / "a.ckpt", {"layout": form}
+    fit(module("second"), 2, path, **how)
+    silent = module()
+    assert fit(silent, 4, go_on=path, **how) == fit(module("second"), 4, go_on=path, **how)
+    assert silent.active_adapter == "second"
+    assert all(".lora.second." in name for name in trained(silent))
+    with pytest.raises(ConfigError, match=r"use_adapter='first': .*a\.ckpt has the state of training 'second'"):
+        fit(module("second", "first"), 4, go_on=path, **how)
+    batches, other = DataLoader(samples(4), batch_size=4), module("first")  # type: ignore[arg-type]
+    found = [quiet_trainer(MegatronStrategy()).validate(m, batches, path, verbose=False) for m in (module(), other)]
+    assert found[0] != found[1]
+    assert other.active_adapter == "first"
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ The number of tokens to guess is the same in all samples, so that the mean of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +154,12 @@ GRID = [
     run(1, 2, 2, 1, 4),
     run(1, 1, 2, 2, distributed_optimizer=True, recompute="full", cp_comm_type="a2a"),
 ]
+
+
+@pytest.mark.slow
+def test_there_are_as_many_layouts_as_docs_say() -> None:
+    (told,) = re.findall(r"BERT in (\d+) layouts", (Path(__file__).parents[3] / "docs" / "evidence.yaml").read_text())
+    assert len({str(each) for each in (*FEW, *GRID)}) == int(told)
 
 
 @pytest.mark.slow

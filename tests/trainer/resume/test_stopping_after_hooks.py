@@ -27,12 +27,14 @@ class Student(LightningModule):
         self.student, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False)
         self.ended: list[int] = []
         self.read: list[float] = []
+        self.validated: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.read.append(float(batch.sum()))
         return (self.student(batch) - self.teacher(batch)).square().mean() + torch.rand(())
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None: ...
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validated.append(float(self.student(batch).sum()))
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.ended.append(self.global_step)
@@ -72,14 +74,47 @@ class Counts(Callback):
 
 
 class Asks(Callback):
-    """Makes the file for which the switch looks, during a step."""
+    """Makes the file for which the switch looks, during a step, or in the first validation behind it."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
+    def __init__(self, path: Path, step: int, in_validation: bool) -> None:
+        self.path, self.step, self.in_validation = path, step, in_validation
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and not self.in_validation:
             self.path.touch()
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step > self.step and self.in_validation:
+            self.path.touch()
+
+
+class Averages(Callback):
+    """Validates with averages of the weights in the place of the weights, as `EMAWeightAveraging` does."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.kept = self.kept or [param.detach().clone() for param in module.student.parameters()]
+        self.kept = [kept.to(module.device) for kept in self.kept]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        for kept, param in zip(self.kept, module.student.parameters(), strict=True):
+            kept.lerp_(param.detach(), 0.5)
+
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        for kept, param in zip(self.kept, module.student.parameters(), strict=True):
+            before = param.detach().clone()
+            param.data.copy_(kept)
+            kept.copy_(before)
+
+    on_validation_epoch_end = on_validation_epoch_start
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [kept.clone() for kept in self.kept]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
 
 
 class Position(DataLoader[Any]):
@@ -103,12 +138,19 @@ class Position(DataLoader[Any]):
         self.next = state["next"]
 
 
-def train(folder: Path, stop: int | None = None, ckpt_path: str | None = None, **options: Any) -> dict[str, Any]:
+def train(
+    folder: Path,
+    stop: int | None = None,
+    ckpt_path: str | None = None,
+    *others: Callback,
+    in_validation: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """What a run has left, and the batches that it read."""
     rows = torch.randn(2 * BATCHES, 3, generator=torch.Generator().manual_seed(1))
     counts, module, path = Counts(), Student(), folder / f"stop{stop}"
     callbacks: list[Callback] = [KillSwitch(path, check_every=0.0), counts, ModelCheckpoint(folder, save_last=True)]
-    callbacks += [] if stop is None else [Asks(path, stop)]
+    callbacks += [*others] if stop is None else [*others, Asks(path, stop, in_validation)]
     chosen = {"max_epochs": 2, "enable_checkpointing": True, "limit_val_batches": 0, **options}
     trainer = quiet_trainer(MegatronStrategy(), callbacks=callbacks, **chosen)
     loaders = Position(rows), DataLoader[Any](rows, batch_size=4)  # type: ignore[arg-type]
@@ -118,7 +160,9 @@ def train(folder: Path, stop: int | None = None, ckpt_path: str | None = None, *
         with pytest.raises(SystemExit):
             trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     weights = {name: value.cpu().clone() for name, value in module.state_dict().items()}
-    return {"weights": weights, "ended": module.ended, "counts": counts.counts, "read": module.read}
+    return {"weights": weights, "ended": module.ended, "counts": counts.counts, "read": module.read} | {
+        "validated": module.validated
+    }
 
 
 @pytest.mark.parametrize("stop", [1, BATCHES - 2, 2 * BATCHES - 2], ids=["in mid-epoch", "epoch's end", "run's end"])
@@ -138,3 +182,17 @@ def test_a_validation_that_was_due_comes_once(tmp_path: Path) -> None:
     rest = train(tmp_path, ckpt_path=str(tmp_path / "last.ckpt"), **options)
     torch.testing.assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
     assert (rest["ended"], rest["counts"]) == (whole["ended"], whole["counts"])
+
+
+@pytest.mark.parametrize("in_validation", [False, True], ids=["told in the step before", "told in validation"])
+def test_weights_that_a_callback_swaps_for_a_validation_are_saved_as_they_were(
+    tmp_path: Path, in_validation: bool
+) -> None:
+    """A run that is stopped and goes on against one that is not: a save in validation had the averages as weights."""
+    options: dict[str, Any] = {"limit_val_batches": 3, "num_sanity_val_steps": 0}
+    whole = train(tmp_path / "whole", None, None, Averages(), **options)
+    first = train(tmp_path, BATCHES - 1, None, Averages(), in_validation=in_validation, **options)
+    rest = train(tmp_path, None, str(tmp_path / "last.ckpt"), Averages(), **options)
+    torch.testing.assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
+    assert rest["counts"] == whole["counts"]
+    assert first["validated"] + rest["validated"] == whole["validated"]

@@ -81,6 +81,31 @@ def test_buffers_have_ddps_values_before_every_step_and_validation(ranks: Any, o
         assert_same(ours, theirs)
 
 
+class Exchanges(L.Callback):
+    """Validates with other buffers, as averaging of weights and buffers does, and takes them back."""
+
+    def __init__(self) -> None:
+        self.other = torch.ones(()) + torch.distributed.get_rank()
+
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        before = module.largest.clone()
+        module.largest.copy_(self.other)
+        self.other = before
+
+    on_validation_epoch_end = on_validation_epoch_start
+
+
+def exchanged() -> tuple[Any, Any]:
+    ours, theirs = Exchanges(), Exchanges()
+    found = trained(MegatronStrategy(), callbacks=[ours]), trained(DDPStrategy(), callbacks=[theirs])
+    return (found[0], ours.other), (found[1], theirs.other)
+
+
+def test_buffers_that_a_callback_exchanges_for_a_validation_are_those_that_ddp_sends(ranks: Any) -> None:
+    for ours, theirs in ranks(2, exchanged):
+        assert_same(ours, theirs)
+
+
 def micro_batches() -> tuple[Any, Any]:
     ours = trained(MegatronStrategy(micro_batch_size=2), limit_val_batches=0)
     return ours, trained(DDPStrategy(), 2, accumulate_grad_batches=2, limit_val_batches=0)

@@ -163,6 +163,32 @@ def test_ranks_draw_what_one_process_draws_though_rank_0_draws_alone(ranks: Any,
     assert first == second  # stages draw from seeds of each micro-batch
 
 
+class Noted(L.Callback):
+    def __init__(self) -> None:
+        self.drawn: list[Any] = []
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self.drawn.append(draw())
+
+
+def drawn_in_a_test(axes: dict[str, Any]) -> Any:
+    """What a test draws behind a fit at whose end rank 0 has drawn alone."""
+    L.seed_everything(7, verbose=False)
+    noted = Noted()
+    callbacks = [Alone("on_train_batch_end"), noted]
+    trainer = quiet_trainer(MegatronStrategy(**axes), callbacks=callbacks, max_steps=5, use_distributed_sampler=False)
+    module = Model("llama-tiny", **SIZES, num_query_groups=2)
+    trainer.fit(module, DataLoader(Fixed(), 4))
+    trainer.test(module, DataLoader(Fixed(), 16), verbose=False)
+    return noted.drawn
+
+
+def test_a_test_goes_on_with_what_rank_0_has_drawn(ranks: Any) -> None:
+    (expected,) = ranks(1, drawn_in_a_test, {})
+    assert len(expected) == 2
+    assert ranks(2, drawn_in_a_test, {"tp": 2}) == [expected] * 2
+
+
 def test_samples_that_ranks_of_a_replica_drew_apart_are_named(ranks: Any) -> None:
     for text in ranks(2, drawn_beside, {"tp": 2}, "on_train_batch_end", True):
         assert "ranks [0, 1] are one replica" in text

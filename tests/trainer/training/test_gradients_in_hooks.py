@@ -117,6 +117,28 @@ class Manual(AfterBackward):
         optimizer.step()
 
 
+class Toggled(Net):
+    """A step of one optimizer leaves the gradients of the other's parameters, which its hook sees too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.look()
+
+
 def clamp(param: Tensor) -> None:
     """A hook for a parameter."""
     assert param.grad is not None
@@ -186,7 +208,7 @@ class Clamps(Callback):
 
 KINDS = [
     AfterBackward, ClipsAfterBackward, ReplacesAfterBackward, BeforeStep, OwnClipping, OwnBackward, OwnStep, Manual,
-    OnTensors, SeesSometimes,
+    OnTensors, SeesSometimes, Toggled,
 ]  # fmt: skip
 
 

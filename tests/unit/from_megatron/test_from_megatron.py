@@ -190,6 +190,9 @@ REPLACED = {
     **dict.fromkeys(("--train-data-path", "--valid-data-path", "--test-data-path"), "--data-path corpus"),
     "--disable-bias-linear": "--disable-bias-linear --num-experts 4",
     "--distribute-saved-activations": "--num-experts 4",
+    "--encoder-num-layers": "--num-layers 4",
+    "--encoder-seq-length": "--seq-length 32",
+    "--batch-size": "--micro-batch-size 1",
 }
 
 
@@ -206,6 +209,38 @@ def test_no_flag_is_ignored(flag: Flag) -> None:
         return
     line = read_words(text)
     assert (recipe_of(line, DEVICES), line.without) != without_it(BASE + further)
+
+
+DENSE = BASE.replace(" --num-experts 4", "").replace("--position-embedding-type rope ", "")
+
+
+@pytest.mark.parametrize("flag", TAKEN, ids=lambda flag: flag.name)
+def test_a_flag_that_needs_another_changes_the_recipe_or_is_named(flag: Flag) -> None:
+    is_switch = flag.kind in ("switch", "off")
+    words = "" if is_switch else OWN.get(flag.name, VALUES[flag.kind]).partition("--")[0]
+    plain = DENSE.replace(f"{flag.name} ", "") if is_switch else DENSE
+    try:
+        line = read_words(f"{plain} {flag.name} {words}")
+        made = recipe_of(line, DEVICES), line.without
+    except ConfigError:
+        return
+    is_default = flag.name == "--openai-gelu"
+    assert made != without_it(plain) or is_default or flag.name in line.idle
+
+
+def test_flags_without_an_effect_are_named_in_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-query-groups 2 --save-interval 5 --train-data-path a --split 9,1,0"
+    line = f"{DENSE.replace('--data-path corpus', '')} {flags}"
+    assert main(["from-megatron-args", "--devices", "8", line]) == 0
+    out, err = capsys.readouterr()
+    assert "# Without an effect:\n#   --num-query-groups: is not read without --group-query-attention\n" in out
+    assert "no effect: --save-interval: is not read without --save\n" in err
+    assert "no effect: --split: is not read beside --train-data-path\n" in err
+
+
+def test_compilation_by_regions_is_no_other_name_of_compilation() -> None:
+    made = recipe(f"{BASE} --use-torch-compile true --use-regional-compilation false")
+    assert strategy(made)["compile"] is True
 
 
 def without_it(text: str) -> Any:
@@ -262,6 +297,12 @@ def test_flags_without_a_counterpart_are_named_and_the_status_says_so(capsys: py
         ("--num-layers many", ["--num-layers", "whole number"]),
         ("--num-layers $LAYERS", ["$LAYERS", "variable of a shell"]),
         ("--sequence-parallel 1", ["--sequence-parallel", "takes no value"]),
+        (f"$GPT_ARGS {BASE}", ["line='$GPT_ARGS'", "variable of a shell"]),
+        (f"torchrun --nproc_per_node 8 pretrain_gpt.py $GPT_ARGS {BASE}", ["line='$GPT_ARGS'", "variable of a shell"]),
+        (f"python pretrain_gpt.py gpt.yaml {BASE}", ["line='gpt.yaml': belongs to no flag"]),
+        (f"{BASE} --data-path corpus 2>&1 | tee log", ["--data-path", "2>&1 is for the shell: leave it out"]),
+        (f"{BASE} --swiglu --use-mcore-models && date", ["--use-mcore-models", "&& is for the shell"]),
+        (f"{BASE} --encoder-num-layers 8", ["--encoder-num-layers='8': is --num-layers by another name, which says 4"]),
         (f"{BASE} --moe-layer-freq __import__", ["--moe-layer-freq", "lists of numbers"]),
         (f"{BASE} --moe-layer-freq [0]*99999999", ["--moe-layer-freq", "lists of numbers"]),
         (f"{BASE} --tensor-model-parallel-size 3 --global-batch-size 7", ["--devices=8", "nearest valid: 6, 9"]),
@@ -280,9 +321,6 @@ def test_faults_end_it_with_words(line: str, texts: list[str], capsys: pytest.Ca
     assert main(["from-megatron-args", "--devices", "8", line]) == 2
     err = capsys.readouterr().err
     assert all(text in err for text in texts), err
-
-
-DENSE = BASE.replace(" --num-experts 4", "").replace("--position-embedding-type rope ", "")
 
 
 @pytest.mark.parametrize(

@@ -8,44 +8,30 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from copy import deepcopy
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from custom_resources import faults
+from printed import KINDS, ROOT, is_manifest, launched, run_script, section
 
-from lightning_megatron.cli.main import main
 from lightning_megatron.recipes.contents import contents_of
 from lightning_megatron.recipes.names import recipe_files, recipe_names
 
-ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 MADE_BY = re.compile(r"^# Made by: lightning-megatron (.*)$", re.MULTILINE)
 MADE = [path for path in sorted(EXAMPLES.glob("*/*")) if path.is_file() and MADE_BY.search(path.read_text())]
 SCRIPTS = [*sorted(EXAMPLES.glob("slurm/*.sbatch")), ROOT / "docker" / "run.sh"]
 MANIFESTS = sorted(EXAMPLES.glob("kubernetes/*.yaml"))
 RECIPES = recipe_names()
-KINDS = ("PyTorchJob", "MPIJob")
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture(autouse=True)
 def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-
-
-def launched(*words: str, status: int = 0) -> str:
-    """Text that a dry run prints, or its error."""
-    said, wrong = StringIO(), StringIO()
-    with redirect_stdout(said), redirect_stderr(wrong):
-        assert main(["launch", *words]) == status, wrong.getvalue()
-    return said.getvalue() if status == 0 else wrong.getvalue()
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -95,20 +81,6 @@ def is_clean(text: str) -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=names(SCRIPTS))
 def test_a_script_is_clean(path: Path) -> None:
     is_clean(path.read_text())
-
-
-def run_script(path: Path, folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A batch script with stand-ins for Slurm's commands, which write down their words; no job is started."""
-    for name, text in {
-        "srun": 'printf "%s\\n" "$@" > "$HOME/srun"; exit "${STATUS:-0}"',
-        "scontrol": 'echo "$@" >> "$HOME/scontrol"; seq --format=node%g 100000',
-    }.items():
-        (folder / "bin").mkdir(exist_ok=True)
-        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-    known = {"PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}", "HOME": str(folder), **slurm, **variables}
-    return subprocess.run(["bash", str(path), *words], env=known, capture_output=True, text=True, check=False)
 
 
 def test_sizes_and_places_of_the_environment_reach_the_run(tmp_path: Path) -> None:
@@ -186,31 +158,10 @@ def test_finetuning_begins_with_the_weights_and_goes_on_from_its_own_checkpoint(
 # Manifests
 
 
-def is_manifest(manifest: Mapping[str, Any]) -> None:
-    """A manifest by Kubernetes' schemas; one of an operator by its fields, and its pods by the schemas."""
-    templates = []
-    if manifest["kind"] in KINDS:
-        assert list(faults(dict(manifest))) == []
-        replicas = next(value for name, value in manifest["spec"].items() if name.endswith("ReplicaSpecs"))
-        templates = [replica["template"] for replica in replicas.values()]
-    validate = pytest.importorskip("kubernetes_validate")
-    for pod in templates:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod}
-        validate.validate(pod, validate.latest_version(), strict=True)
-    if not templates:
-        validate.validate(dict(manifest), validate.latest_version(), strict=True)
-
-
 @pytest.mark.parametrize("path", MANIFESTS, ids=names(MANIFESTS))
 def test_a_manifest_is_valid(path: Path) -> None:
     for manifest in yaml.safe_load_all(path.read_text()):
         is_manifest(manifest)
-
-
-def section(folder: Path, **changes: Any) -> str:
-    given = {"image": "registry.example/x:1", "devices_per_node": 8, "nodes": 4, **changes}
-    (folder / "cluster.yaml").write_text(yaml.safe_dump({"cluster": given}))
-    return str(folder / "cluster.yaml")
 
 
 @pytest.mark.parametrize("kind", KINDS)

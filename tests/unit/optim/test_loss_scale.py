@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_megatron import MegatronPrecision
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.core.config import grad_reduce_dtype_rule
+from lightning_megatron.optim.core.bf16_sums import allows_bf16_sums
 from lightning_megatron.optim.loss_scale import DynamicLossScale
 
 
@@ -78,12 +78,10 @@ def test_impossible_values_are_named_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "dp", "dtype"),
-    [(1, 1, torch.bfloat16), (32, 8, torch.bfloat16), (256, 1, torch.bfloat16), (257, 1, torch.float32),
-     (33, 8, torch.float32)],
-)  # fmt: skip
-def test_bf16_reduction_ends_above_256_summands(accumulation: int, dp: int, dtype: torch.dtype) -> None:
-    assert grad_reduce_dtype_rule(accumulation, dp) is dtype
+    ("accumulation", "dp", "allowed"), [(1, 1, True), (32, 8, True), (256, 1, True), (257, 1, False), (33, 8, False)]
+)
+def test_bf16_sums_end_above_256_summands(accumulation: int, dp: int, allowed: bool) -> None:
+    assert allows_bf16_sums(accumulation, dp) is allowed
 
 
 def test_it_and_lightnings_go_on_from_each_other() -> None:

@@ -46,6 +46,8 @@ CASES: list[Case] = [
     (GPT, {}, 0, {}),
     (LLAMA, {"tp": 2}, 0, {"recompute": RecomputePlan("full")}),
     (LLAMA, {"tp": 2}, 0, {"recompute": RecomputePlan("mlp"), "precision": "bf16-true"}),
+    (LLAMA, {"tp": 2}, 0, {"main_grads_dtype": "bf16"}),
+    (GPT, {"pp": 2}, 0, {"main_grads_dtype": "auto", **MANY}),
     (GPT, {"tp": 4, "sequence_parallel": False}, 0, {"precision": "32-true"}),
     (GPT, {"tp": 2, "pp": 2}, 0, {"schedule": "gpipe", **MANY}),
     (LLAMA, {"pp": 2, "vpp": 2}, 0, MANY),

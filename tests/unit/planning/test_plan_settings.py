@@ -45,6 +45,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
         "gpt3-1.7b",
         {"micro_batch_size": 1, "distributed_optimizer": False, "bucket_size": 10, "grad_reduce_dtype": "bf16"},
     ),
+    ("gpt3-1.7b", {"micro_batch_size": 1, "main_grads_dtype": "auto"}),
     ("gpt3-1.7b", {"micro_batch_size": 1, "overlap_grad_reduce": False, "overlap_param_gather": False}),
     ("mixtral-8x7b", {"tp": 2, "ep": 4, "etp": 1, "micro_batch_size": 1, "recompute": "moe"}),
 ]

@@ -1,4 +1,4 @@
-"""Megatron's models from before megatron-core, such as GPT-345M, renamed to the names of ``names.py``.
+"""Megatron's models from before megatron-core, GPT-345M and BERT-345M, renamed to the names of ``names.py``.
 
 Such a file nests the model in dictionaries below ``language_model``, with other names for layers; ``output_layer`` is
 beside the layers, and the last pipeline stage has a copy of a tied embedding, ``word_embeddings_for_head``. The row
@@ -36,7 +36,7 @@ _IN_A_LAYER = {
     "post_attention_norm.": "pre_mlp_layernorm.",
 }
 _BESIDE_LAYERS = {"final_layernorm.": "decoder.final_layernorm.", "final_norm.": "decoder.final_layernorm."}
-_COPY = "word_embeddings_for_head."
+_OUTSIDE = {"word_embeddings_for_head.": "output_layer.", "lm_head.layernorm.": "lm_head.norm."}
 _MASKS = ("attention.masked_bias", "attention.bias")
 
 
@@ -83,11 +83,9 @@ def _flat(model: Mapping[str, Any], before: str, depth: int) -> Iterator[tuple[s
 
 def _core_name(name: str) -> str | None:
     """The name in megatron-core; ``None`` for a constant mask, which the oldest files store."""
-    if name.startswith(_COPY):
-        return f"output_layer.{name.removeprefix(_COPY)}"
     stem = _STEMS.match(name)
     if stem is None:
-        return name
+        return _replaced(name, _OUTSIDE)
     inside = name[stem.end() :]
     layer = _LAYER.fullmatch(inside)
     if layer is None:

@@ -28,7 +28,9 @@ from lightning_megatron.errors import CheckpointError
 _FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(rf"{re.escape(LAYERS)}(\d+)\.(.*)")
-_CUT_BY_ROWS = re.compile(r"(linear_qkv|linear_fc1)\.(weight|bias)$|(word_embeddings|output_layer)\.weight$")
+_CUT_BY_ROWS = re.compile(
+    r"(linear_qkv|linear_fc1)\.(weight|bias)$|(word_embeddings|output_layer)\.weight$|^lm_head\.bias$"
+)
 _CUT_BY_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
 
 Place = tuple[int, int, int]

@@ -15,17 +15,18 @@ from torch import Tensor
 from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same
+from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 
 def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
-    """Rules that convert a decoder of megatron-core to our model of this configuration.
+    """Rules that convert a decoder of Megatron's, or its BERT, to our model of this configuration.
 
     ``names`` are the global names of all its parameters.
 
     Raises:
-        ConfigError: naming parameters that megatron-core does not have.
+        ConfigError: naming parameters that Megatron does not have.
     """
     rows = partial(_first_rows, config.vocab_size)
     tied = ("output_layer.weight",) if config.tie_embeddings else ()
@@ -34,12 +35,15 @@ def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOr
         rules.append(same("embedding.position", "embedding.position_embeddings.weight"))
     for number in range(config.num_layers):
         rules += _block_rules(number, config, order)
-    rules += _norm_rules("head.norm", "decoder.final_layernorm", config)
+    if isinstance(config, BertConfig):
+        rules += [*_bert_rules(config), _into("head.bias", "lm_head.bias", rows)]
+    else:
+        rules += _norm_rules("head.norm", "decoder.final_layernorm", config)
     if not config.tie_embeddings:
         rules.append(_into("head.weight", "output_layer.weight", rows))
     found = WeightMap(tuple(rules), ignored=r"rotary_pos_emb\.inv_freq$", prefix="", label="Megatron tensors")
     without = names - found.native_names
-    raise_if_any([Problem("parameter", name, "megatron-core has no such tensor") for name in sorted(without)])
+    raise_if_any([Problem("parameter", name, "Megatron has no such tensor") for name in sorted(without)])
     return found
 
 
@@ -65,6 +69,22 @@ def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> lis
     for kind in _kinds(config.add_bias_linear):
         rules.append(_into(f"{native}mlp.fc1.{kind}", f"{foreign}mlp.linear_fc1.{kind}", partial(_stack_rows, gates)))
         rules.append(same(f"{native}mlp.fc2.{kind}", f"{foreign}mlp.linear_fc2.{kind}"))
+    return rules
+
+
+def _bert_rules(config: BertConfig) -> list[WeightRule]:
+    """Rules for the tensors that BERT has beside its layers, all but the bias of the vocabulary."""
+    if config.norms_after:
+        reason = "Megatron's BERT has its norms before each sub-layer"
+        raise ConfigError([Problem("norm_position", config.norm_position, reason, ("before",))])
+    rules = _norm_rules("head.encoder_norm", "decoder.final_layernorm", config)
+    rules += _norm_rules("head.norm", "lm_head.norm", config)
+    pairs = {"head.transform": "lm_head.dense"}
+    if config.next_sentence:
+        pairs |= {"head.pooler": "pooler.dense", "head.next_sentence": "binary_head"}
+    rules += [same(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in pairs.items() for kind in _kinds(True)]
+    if config.num_token_types:
+        rules.append(same("embedding.token_type", "embedding.tokentype_embeddings.weight"))
     return rules
 
 

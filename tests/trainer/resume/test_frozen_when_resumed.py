@@ -1,0 +1,66 @@
+"""Parameters that are frozen when a run resumes, and unfrozen by a hook later: their state, against stock Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
+
+pytestmark = [
+    pytest.mark.skipif(kind_in_tests().type != "cpu", reason="compares with Lightning's strategy for a CPU"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:You're resuming"),
+]
+
+
+class Unfrozen(LightningModule):
+    """The first layer is frozen until a hook of the second epoch; a run that resumes within it sees the third one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+        self.first.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch >= 1:
+            self.first.requires_grad_()
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.second(self.first(batch)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def resumed(folder: Path, strategy: Callable[[], Any]) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and counts of steps after a run of four epochs that resumes in the second."""
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(2))
+    module = Unfrozen()
+    trainer: Trainer
+    for path in (None, folder / "step=6.ckpt"):
+        module = Unfrozen()
+        saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+        trainer = quiet_trainer(strategy(), max_epochs=4, enable_checkpointing=True, callbacks=[saver])
+        loader: Any = DataLoader(list(rows), batch_size=2)
+        trainer.fit(module, loader, ckpt_path=path)
+    state = trainer.optimizers[0].state
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    return weights, [float(state[p]["step"]) for p in module.parameters()]
+
+
+@pytest.mark.parametrize("directory", [True, False], ids=["directory", "file"])
+def test_a_layer_that_a_hook_unfreezes_after_a_resume_goes_on_with_its_state(tmp_path: Path, directory: bool) -> None:
+    weights, steps = resumed(tmp_path / "ours", lambda: MegatronStrategy(save_distributed_checkpoint=directory))
+    right, counted = resumed(tmp_path / "stock", lambda: "auto")
+    assert steps == counted == [10.0, 10.0, 16.0, 16.0]
+    torch.testing.assert_close(weights, right, rtol=1e-6, atol=1e-7)
