@@ -1,8 +1,4 @@
-"""Activation recomputation: a forward drops activations, and the backward computes them again.
-
-Plain ``torch.utils.checkpoint`` rewinds only torch's default generator; dropout inside tensor-parallel regions draws
-from a second stream, and without rewinding that too the gradients are silently wrong.
-"""
+"""Activation recomputation: a forward drops activations, and the backward computes them again."""
 
 from __future__ import annotations
 
@@ -70,7 +66,7 @@ def recomputed(function: Callable[..., T], *args: object, rng: RNGStreams, shard
         return function(*args)
     initialize_generators(*args)
     with nullcontext() if shard_over is None else _saved_in_shards(shard_over):
-        out: T = checkpoint(function, *args, use_reentrant=False, context_fn=rng.replay_contexts)
+        out: T = checkpoint(function, *args, use_reentrant=False)
     return out
 
 

@@ -7,7 +7,7 @@ next stage. Code before the call runs on every stage, code after it on the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -76,6 +76,7 @@ class StageBoundary:
         stage: stage that runs now; ``None`` outside a schedule.
         hidden: input activation of the stage; ``None`` on the first one.
         loss_scale: factor of this micro-batch's loss in the backward pass.
+        begin: function that is called with the number of a stage where it takes its input.
 
     Args:
         num_stages: number of stages of the whole pipeline.
@@ -86,6 +87,7 @@ class StageBoundary:
         self.stage: int | None = None
         self.hidden: Tensor | None = None
         self.loss_scale = BackwardScale()
+        self.begin: Callable[[int], None] | None = None
         self._is_taken = False
 
     @contextmanager
@@ -109,8 +111,11 @@ class StageBoundary:
                 "the model is cut into pipeline stages, which run once in a step: call hidden() once and pass its"
                 " result to loss() and token_losses(), or use pp=1"
             )
+        assert self.stage is not None
         assert self.hidden is not None
         self._is_taken = True
+        if self.begin is not None:
+            self.begin(self.stage)
         return self.hidden
 
     def leave(self, hidden: Tensor) -> NoReturn:

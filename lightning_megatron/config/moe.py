@@ -122,6 +122,11 @@ class MoEConfig:
         return self.moe_router_group_score_topk or (2 if self.moe_router_score == "sigmoid" else 1)
 
     @property
+    def has_balance_loss(self) -> bool:
+        """True if a loss evens out the load."""
+        return self.moe_aux_loss_coeff > 0 and self.moe_load_balancing != "none"
+
+    @property
     def has_expert_bias(self) -> bool:
         """True if a bias affects which experts are chosen."""
         return self.moe_expert_bias or self.moe_expert_bias_update_rate > 0

@@ -49,7 +49,7 @@ from lightning_megatron.device.execution import (
     weight_sharing,
     worker_start_method,
 )
-from lightning_megatron.device.generators import initialize_generators, rng_state, seeded_rng_state, set_rng_state
+from lightning_megatron.device.generators import initialize_generators, rng_state, seed_generator, set_rng_state
 from lightning_megatron.device.host_allocator import keep_freed_memory
 from lightning_megatron.device.kinds import (
     CPU,
@@ -135,7 +135,7 @@ __all__ = [
     "profiler_of",
     "recomputes_in_graphs",
     "rng_state",
-    "seeded_rng_state",
+    "seed_generator",
     "set_rng_state",
     "shares_weights",
     "software_counters",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.device.kinds import CPU, CUDA, HPU
+from lightning_megatron.device.kinds import CPU, HPU
 
 
 def rng_state(device: torch.device) -> torch.Tensor:
@@ -25,17 +25,12 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def seeded_rng_state(seed: int, device: torch.device) -> torch.Tensor:
-    """State of a generator of ``device`` after seeding; generators in use do not change."""
-    if device.type in (CPU.type, CUDA.type):
-        return torch.Generator(device).manual_seed(seed).get_state()
-    # Gaudi has no generator objects, and torch.manual_seed would reseed the host as well.
-    module: Any = torch.get_device_module(device)
-    before = module.get_rng_state(device)
-    module.manual_seed(seed)
-    state: torch.Tensor = module.get_rng_state(device)
-    module.set_rng_state(before, device)
-    return state
+def seed_generator(seed: int, device: torch.device) -> None:
+    """Seed the default generator of ``device`` alone: ``torch.manual_seed`` would seed those of all devices."""
+    if device.type == CPU.type:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def initialize_generators(*values: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
@@ -35,4 +35,4 @@ class Dropout(nn.Module):
     def _stream(self) -> AbstractContextManager[None]:
         if self.over_tp:
             return self.rng.tensor_parallel()
-        return self.rng.context_parallel() if self.over_cp else self.rng.stage()
+        return self.rng.context_parallel() if self.over_cp else nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +93,13 @@ class Block(CompilablePart):
             )
         self.mlp_post_norm = norm() if config.post_norms else nn.Identity()
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the block, compiled or not."""
+        if not (self.is_compiled and isinstance(self.mlp, MoELayer)):
+            return super().__call__(*args, **kwargs)
+        with self.mlp.telling_runs_apart():
+            return super().__call__(*args, **kwargs)
 
     def forward(
         self,

@@ -98,8 +98,13 @@ class CapacityBins(nn.Module):
             self.register_buffer(name, torch.zeros(length, dtype=torch.int64))
         self._seen: Tensor | None = None  # [N + 2] usage and rows of this rank since the last step
 
-    def choose(self, counts: Tensor, tokens: int) -> int:
+    def choose(self, counts: Tensor, tokens: int, repeats: bool = False) -> int:
         """Choose the capacity for a forward with ``[E]`` choices of each expert, by ``T`` tokens of this rank.
+
+        Args:
+            counts: choices of each expert.
+            tokens: number of tokens.
+            repeats: True for a forward that has been counted in its first run.
 
         Raises:
             ConfigError: if there are more bins than multiples of the alignment in the range of possible requests.
@@ -111,7 +116,7 @@ class CapacityBins(nn.Module):
             self._cut(tokens)
             used, capacity = self._smallest(requested)
             rows = capacity.item()
-        if self.training and torch.is_grad_enabled() and not self.mesh.rng.replaying:
+        if self.training and torch.is_grad_enabled() and not repeats:
             seen = torch.cat((used, torch.stack((requested, capacity))))
             self._seen = seen if self._seen is None else self._seen + seen
         return int(rows)

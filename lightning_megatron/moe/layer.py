@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -88,6 +89,14 @@ class MoELayer(nn.Module):
             x: tokens, or this rank's shard of them.
             routed: tokens that are no padding, which visits no routed expert; ``None`` for all.
         """
+        with nullcontext() if torch.compiler.is_compiling() else self.telling_runs_apart():
+            return self._forward(x, routed)
+
+    def telling_runs_apart(self) -> AbstractContextManager[None]:
+        """Context of a forward that a backward may repeat; where the forward is compiled, its caller enters it."""
+        return self.router.runs.forward(torch.is_grad_enabled()) if self.training else nullcontext()
+
+    def _forward(self, x: Tensor, routed: RoutedTokens | None) -> tuple[Tensor, Tensor | None]:
         experts, weights, aux_loss = self.router(x, routed)
         reads_counts = self._reads_counts or len(self.experts.products) > 0
         out = (self._compute_outside_of_graphs if reads_counts else self._compute)(x, experts, weights)
@@ -113,7 +122,8 @@ class MoELayer(nn.Module):
         if self.gathers:
             return partial(allgather, compute=self.experts.routed, axis=self.grid.axis)
         if self.bins is not None:
-            capacity = self.bins.choose(count_tokens(experts, c.num_experts), tokens)
+            counts = count_tokens(experts, c.num_experts)
+            capacity = self.bins.choose(counts, tokens, repeats=not self.router.runs.counts)
         elif c.moe_pad_to_capacity:
             capacity = expert_capacity(tokens, c.moe_router_topk, c.num_experts, c.moe_capacity_factor)
         else:

@@ -16,6 +16,7 @@ from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.capacity import drop_overflow
+from lightning_megatron.moe.first_runs import FirstRuns
 from lightning_megatron.moe.load_stats import ExpertLoad
 from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.params import ParamSpec
@@ -50,6 +51,7 @@ class Router(nn.Module):
 
     Attributes:
         load: statistics of the router's load.
+        runs: forwards that a backward may repeat.
     """
 
     expert_bias: Tensor
@@ -72,7 +74,7 @@ class Router(nn.Module):
         self.bias: nn.Parameter | None = None
         if config.moe_linear_bias:
             self.bias = nn.Parameter(torch.zeros(config.num_experts))
-        self.load = ExpertLoad(config.num_experts)
+        self.load, self.runs = ExpertLoad(config.num_experts), FirstRuns(mesh.rng)
         if config.has_expert_bias:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
@@ -92,12 +94,16 @@ class Router(nn.Module):
             tokens: those that are no padding; ``None`` for all.
         """
         c, learns = self.config, self.training and torch.is_grad_enabled()
-        if learns and c.moe_input_jitter_eps:
+        if self.training and c.moe_input_jitter_eps:
             with self.mesh.rng.tensor_parallel():
                 x = x * torch.empty_like(x).uniform_(1 - c.moe_input_jitter_eps, 1 + c.moe_input_jitter_eps)
         logits = F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         experts, weights, probs = self._choose(logits)
-        aux = self._aux_loss(logits, probs, experts, tokens) if learns else None
+        aux: Tensor | None = None
+        if learns:
+            aux = self._aux_loss(logits, probs, experts, tokens)
+        elif self.training and (c.has_balance_loss or c.moe_z_loss_coeff):
+            aux = logits.new_zeros(())  # no gradients yet, but a reentrant checkpoint gives its outputs some later
         if tokens is not None:
             experts = experts.masked_fill(~tokens.present.unsqueeze(-1), c.num_experts)
         experts, weights = experts.flatten(0, 1), weights.flatten(0, 1)
@@ -143,12 +149,12 @@ class Router(nn.Module):
         experts = experts.masked_fill(~counted.unsqueeze(-1), c.num_experts)
         counts = count_tokens(experts.flatten(0, 1), c.num_experts)
         terms: dict[str, Tensor] = {}
-        if c.moe_aux_loss_coeff and c.moe_load_balancing != "none":
+        if c.has_balance_loss:
             balance = self._balance(probs * counted.unsqueeze(-1), experts, counts, lengths)
             terms["load_balancing_loss"] = c.moe_aux_loss_coeff * balance
         if c.moe_z_loss_coeff:
             terms["z_loss"] = c.moe_z_loss_coeff * z_loss(logits, lengths.sum(), counted)
-        if not mesh.rng.replaying:
+        if self.runs.counts:
             self.load.add(counts, terms, trains=self.weight.requires_grad)
         # Gradients are summed over tp and averaged over dp and cp: a sum over cp must be multiplied by cp.
         return torch.stack(list(terms.values())).sum() * mesh.cp.size if terms else None
@@ -162,7 +168,7 @@ class Router(nn.Module):
             shared = all_reduce(counts, mesh.tp_cp)
             return load_balancing_loss(probs.flatten(0, 1), shared, lengths.sum(), c.moe_router_topk)
         # The mean over the batch's micro-batches so far, of the counts of all replicas. T is its number of tokens.
-        mean = mesh.rng.once(lambda: self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp)))
+        mean = self.runs.once(lambda: self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp)))
         of_all = mean.sum() / c.moe_router_topk
         return load_balancing_loss(probs.flatten(0, 1), mean, of_all, c.moe_router_topk) * mesh.dp.size
 

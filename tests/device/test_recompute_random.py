@@ -22,7 +22,7 @@ def test_recomputation_drops_what_the_forward_dropped(
     card = torch.device(devices.HPU.type, 0)
     layer, x = nn.Linear(8, 8).to(card), torch.randn(64, 8).to(card)
     rng = RNGStreams(card)
-    rng.seed(3, tp_rank=0)
+    rng.place(tp_rank=0)
 
     def function(x: Tensor) -> Tensor:
         with rng.tensor_parallel() if stream == "tensor" else nullcontext():

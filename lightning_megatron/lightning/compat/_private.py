@@ -172,6 +172,8 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("ops/mixture_of_experts.py", _REHEARSAL),
         "arguments of an operator",
     ),
+    PrivateName("_C", "torch", ("rng.py",), "the module that says if a backward is running"),
+    PrivateName("_current_graph_task_id", "torch._C", ("rng.py",), "a forward inside of a backward"),
     PrivateName("_python_dispatch", "torch.utils", ("testing/activations.py", _REHEARSAL), "TorchDispatchMode"),
     PrivateName("_subclasses", "torch", (_REHEARSAL,), "fake tensors"),
     PrivateName("_internal", "torch.testing", (_REHEARSAL,), "process groups that send nothing"),

@@ -53,6 +53,7 @@ class StepEngine:
         self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline, self._shares_outputs = boundary is not None, False
         self._boundary = boundary or StageBoundary(1)  # without a pipeline, only its loss scale is used
+        self._boundary.begin = mesh.rng.begin_stage  # every stage has drawn alike before the model's call
         self._logs = LogSync(mesh.pp, device)
         self._metrics = MetricSync(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.weight_grads)

@@ -214,9 +214,7 @@ class JobRanks:
         seed = self.broadcast(torch.initial_seed())
         if seed != torch.initial_seed():
             torch.manual_seed(seed)
-        mesh = self.mesh
-        place = {"tp_rank": mesh.tp.rank, "pp_rank": mesh.pp.rank, "cp_rank": mesh.cp.rank, "pp_size": mesh.pp.size}
-        mesh.rng.seed(seed % (1 << 62), **place)
+        self.mesh.rng.place(tp_rank=self.mesh.tp.rank, cp_rank=self.mesh.cp.rank)
 
     def draw_alike(self) -> None:
         """Ranks that read the same samples draw what the first of them draws, whatever their scripts have seeded."""

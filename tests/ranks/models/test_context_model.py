@@ -122,7 +122,7 @@ def test_shards_are_as_long_as_the_model_says(ranks, layout, lengths):
 def with_dropout(layout: ParallelLayout) -> dict[str, Any]:
     """Losses of two steps with every dropout there is, and which elements of the embedding were dropped here."""
     mesh = ParallelMesh.create(layout, torch.device("cpu"))
-    mesh.rng.seed(1, tp_rank=mesh.tp.rank, cp_rank=mesh.cp.rank)
+    mesh.rng.place(tp_rank=mesh.tp.rank, cp_rank=mesh.cp.rank)
     torch.manual_seed(7)
     model = GPTModel(MODELS["gpt"].replace(hidden_dropout=0.3, attention_dropout=0.3), mesh)
     dropped: list[Any] = []

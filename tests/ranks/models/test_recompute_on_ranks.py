@@ -44,7 +44,7 @@ def mesh_of(tp: int, sp: bool, experts: bool = False) -> ParallelMesh:
     ep = tp if experts else 1
     layout = ParallelLayout(tp=tp, ep=ep, etp=tp // ep, sequence_parallel=sp)
     mesh = ParallelMesh.create(layout, torch.device("cpu"))
-    mesh.rng.seed(11, tp_rank=mesh.tp.rank)
+    mesh.rng.place(tp_rank=mesh.tp.rank)
     return mesh
 
 

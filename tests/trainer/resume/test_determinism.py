@@ -82,7 +82,7 @@ def masks(sequence_parallel: bool) -> Tensor:
     """Ones after a dropout of one half, on a rank of tp = 2, in two draws."""
     mesh = ParallelMesh.create(ParallelLayout(tp=2), torch.device("cpu"))
     torch.manual_seed(4)
-    mesh.rng.seed(4, tp_rank=mesh.tp.rank)
+    mesh.rng.place(tp_rank=mesh.tp.rank)
     dropout = Dropout(0.5, mesh, sequence_parallel=sequence_parallel)
     return torch.stack([dropout(torch.ones(64, 3)), dropout(torch.ones(64, 3))])
 

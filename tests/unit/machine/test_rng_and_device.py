@@ -21,25 +21,31 @@ def inside(streams: RNGStreams) -> float:
         return torch.rand(()).item()
 
 
-def test_seeding_touches_no_other_generator():
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
+def test_a_stream_moves_the_default_generator_by_one_number_whatever_is_drawn_inside():
     streams = RNGStreams()
-    streams.seed(7, tp_rank=0)
-    assert torch.equal(torch.get_rng_state(), before)
-    inside(streams)
-    assert torch.equal(torch.get_rng_state(), before)
+    streams.place(tp_rank=0)
+    following = []
+    for length in (1, 1000):
+        torch.manual_seed(1)
+        with streams.tensor_parallel():
+            torch.rand(length)
+        following.append(torch.get_rng_state())
+    torch.manual_seed(1)
+    assert not torch.equal(torch.get_rng_state(), following[0])
+    assert torch.equal(*following)
 
 
 def test_streams_differ_between_ranks_stages_and_seeds():
     drawn = set()
     for seed in (1, 2000):
         for tp_rank in range(4):
-            for pp_rank in range(3):
+            for stage in range(3):
+                torch.manual_seed(seed)
                 streams = RNGStreams()
-                streams.seed(seed, tp_rank=tp_rank, pp_rank=pp_rank)
-                drawn.add(inside(streams))
-    assert len(drawn) == 24
+                streams.place(tp_rank=tp_rank)
+                streams.begin_stage(stage)
+                drawn |= {inside(streams), torch.rand(()).item()}
+    assert len(drawn) == 24 + 6
 
 
 def test_tokens_differ_over_cp_alone_in_one_stream_and_over_tp_too_in_the_other():
@@ -47,9 +53,11 @@ def test_tokens_differ_over_cp_alone_in_one_stream_and_over_tp_too_in_the_other(
     for tp_rank in range(3):
         for cp_rank in range(3):
             streams = RNGStreams()
-            streams.seed(1, tp_rank=tp_rank, cp_rank=cp_rank)
+            streams.place(tp_rank=tp_rank, cp_rank=cp_rank)
+            torch.manual_seed(1)
+            both = inside(streams)
             with streams.context_parallel():
-                drawn[tp_rank, cp_rank] = inside(streams), torch.rand(()).item()
+                drawn[tp_rank, cp_rank] = both, torch.rand(()).item()
     assert len({both for both, _ in drawn.values()}) == 9
     assert {drawn[tp_rank, 1][1] for tp_rank in range(3)} == {drawn[0, 1][1]}
     assert len({tokens for _, tokens in drawn.values()}) == 3
@@ -57,10 +65,13 @@ def test_tokens_differ_over_cp_alone_in_one_stream_and_over_tp_too_in_the_other(
 
 def test_a_stream_goes_on_and_is_restored_even_after_an_error():
     streams = RNGStreams()
-    streams.seed(3, tp_rank=1)
+    streams.place(tp_rank=1)
     first, second = inside(streams), inside(streams)
     assert first != second
+    torch.manual_seed(1)
+    inside(streams)
     default = torch.get_rng_state()
+    torch.manual_seed(1)
     with suppress(KeyError), streams.tensor_parallel():
         torch.rand(())
         raise KeyError
@@ -69,16 +80,17 @@ def test_a_stream_goes_on_and_is_restored_even_after_an_error():
 
 def test_both_streams_continue_where_their_state_was_taken():
     streams = RNGStreams()
-    streams.seed(3, tp_rank=0)
+    streams.place(tp_rank=0)
     inside(streams)
     state = streams.state_dict()
     expected = [inside(streams), torch.rand(()).item(), inside(streams)]
     other = RNGStreams()
+    other.place(tp_rank=0)
     other.load_state_dict(state)
     assert [inside(other), torch.rand(()).item(), inside(other)] == expected
 
 
-def test_without_a_seed_there_is_one_stream():
+def test_without_a_place_there_is_one_stream():
     streams = RNGStreams()
     assert set(streams.state_dict()) == {"default"}
     torch.manual_seed(2)
@@ -103,13 +115,12 @@ class FakeModule:
         self.generator.manual_seed(seed)
 
 
-def test_a_device_without_generator_objects_is_seeded_and_put_back(monkeypatch):
+def test_a_device_without_generator_objects_is_seeded_alone(monkeypatch):
     module = FakeModule()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    before, host = module.generator.get_state(), torch.get_rng_state()
-    state = devices.seeded_rng_state(5, torch.device("hpu"))
-    assert torch.equal(state, torch.Generator().manual_seed(5).get_state())
-    assert torch.equal(module.generator.get_state(), before)
+    host = torch.get_rng_state()
+    devices.seed_generator(5, torch.device("hpu"))
+    assert torch.equal(module.generator.get_state(), torch.Generator().manual_seed(5).get_state())
     assert torch.equal(torch.get_rng_state(), host)
 
 

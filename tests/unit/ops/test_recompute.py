@@ -22,6 +22,7 @@ from lightning_megatron.models.generate import generate
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.moe.experts import RoutedExperts
+from lightning_megatron.moe.first_runs import FirstRuns
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.rng import RNGStreams
 
@@ -170,7 +171,15 @@ def test_the_streams_say_that_they_are_replaying():
 
 def drawn_once(rng: RNGStreams, numbers: Iterator[float]) -> Callable[[Tensor], Tensor]:
     """A function that multiplies twice by numbers that only its first run takes."""
-    return lambda x: (x * rng.once(lambda: next(numbers))).exp() * rng.once(lambda: next(numbers))
+    inner, outer = FirstRuns(rng), FirstRuns(rng)
+
+    def function(x: Tensor) -> Tensor:
+        with inner.forward(learns=True):
+            out = (x * inner.once(lambda: next(numbers))).exp()
+        with outer.forward(learns=True):
+            return out * outer.once(lambda: next(numbers))
+
+    return function
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1]], ids=str)
