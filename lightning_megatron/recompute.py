@@ -64,7 +64,7 @@ def recomputed(function: Callable[..., T], *args: object, rng: RNGStreams, shard
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    initialize_generators(*args)
+    initialize_generators(*(value.device for value in args if isinstance(value, Tensor)))
     with nullcontext() if shard_over is None else _saved_in_shards(shard_over):
         out: T = checkpoint(function, *args, use_reentrant=False)
     return out

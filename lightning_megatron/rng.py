@@ -41,7 +41,8 @@ class RNGStreams:
         return torch._C._current_graph_task_id() >= 0
 
     def place(self, *, tp_rank: int, cp_rank: int = 0) -> None:
-        """Let streams differ between ranks from now on."""
+        """Let streams differ between ranks from now on, and checkpoints of users preserve the device's generator."""
+        devices.initialize_generators(self.device)
         place = {"tensor": _CONTEXT_STRIDE * cp_rank + tp_rank, "context": _CONTEXT_STRIDE * cp_rank}
         self._places = {name: _OFFSETS[name] + number for name, number in place.items()}
 

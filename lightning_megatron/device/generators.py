@@ -33,13 +33,10 @@ def seed_generator(seed: int, device: torch.device) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def initialize_generators(*values: object) -> None:
-    """Let ``torch.utils.checkpoint`` preserve the random state of the devices of some tensors.
+def initialize_generators(*devices: torch.device) -> None:
+    """Let ``torch.utils.checkpoint`` preserve the random state of some devices.
 
     It does so for initialized devices only, and a Gaudi may be in use without counting as initialized.
-
-    Args:
-        *values: inputs of a function that will be recomputed; others than tensors are ignored.
     """
-    for kind in {value.device.type for value in values if isinstance(value, torch.Tensor)} & {HPU.type}:
+    for kind in {device.type for device in devices} & {HPU.type}:
         torch.get_device_module(kind).init()

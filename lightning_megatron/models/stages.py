@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.context_parallel.inputs import SequenceSharding
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.fp8_linear import use_fp8
 from lightning_megatron.layers.init import draw_seed, seeded
@@ -136,8 +136,19 @@ class StagedModel(nn.Module):
         if self._boundary is None:
             return next(iter(self._parts.values()))
         if self._boundary.stage is None:
+            raise_if_any(self._repetition_problems())
             raise RuntimeError("the model is cut into pipeline stages: call it inside a step of a Trainer")
         return self._parts[self._boundary.stage]
+
+    def _repetition_problems(self) -> list[Problem]:
+        """Fault of a call that a backward repeats: the input of the stage has gone with its forward."""
+        if not self.rng.replaying:
+            return []
+        reason = (
+            "it runs a pipeline stage again after the schedule has left it: put it around blocks inside of the model,"
+            " or let the model recompute them"
+        )
+        return [Problem("torch.utils.checkpoint", "around the model's call", reason, ("recompute='full'",))]
 
     def _received(self) -> Tensor:
         """The activation that the previous stage has sent."""
