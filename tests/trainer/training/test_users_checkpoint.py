@@ -146,7 +146,7 @@ def test_a_checkpoint_around_blocks_changes_no_bit_of_a_pipeline(ranks: Ranks, s
 
 
 def test_a_checkpoint_that_draws_other_numbers_is_refused_by_name(ranks: Ranks) -> None:
-    with pytest.raises(WorkerError, match="preserve_rng_state=False.*count twice.*pass recompute"):
+    with pytest.raises(WorkerError, match=r"preserve_rng_state=False.*count twice.*pass recompute"):
         ranks(1, outcome, "mixtral-tiny", "other numbers", {}, EXPERTS)
 
 
@@ -157,5 +157,5 @@ def test_a_checkpoint_around_a_stage_is_refused_by_name() -> None:
     tokens, hidden = torch.ones(1, LENGTH, dtype=torch.int64), torch.ones(LENGTH, 1, 16, requires_grad=True)
     with boundary.at(1, hidden):
         loss = checkpoint(model, tokens, tokens, use_reentrant=False)
-    with pytest.raises(ConfigError, match="torch.utils.checkpoint=.*around the model's call.*recompute='full'"):
+    with pytest.raises(ConfigError, match=r"torch.utils.checkpoint=.*around the model's call.*recompute='full'"):
         loss.backward()
