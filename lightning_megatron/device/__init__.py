@@ -30,6 +30,7 @@ from lightning_megatron.device.collectives import (
     barrier_device_ids,
     collective_backends,
     collective_traits,
+    order_launches,
 )
 from lightning_megatron.device.execution import (
     as_result,
@@ -128,6 +129,7 @@ __all__ = [
     "memory_of_device",
     "memory_statistics",
     "mkl_is_slow",
+    "order_launches",
     "own_device",
     "peak_flops",
     "peak_memory_bytes",

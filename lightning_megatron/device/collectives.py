@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,3 +56,20 @@ def collective_backends(device: torch.device) -> tuple[str, ...]:
 def barrier_device_ids(device: torch.device) -> list[int] | None:
     """``device_ids`` of ``dist.barrier``: only NCCL takes them."""
     return [device.index] if device.type == CUDA.type and device.index is not None else None
+
+
+def order_launches(
+    device: torch.device, *, tp: int, cp: int, ep: int, variables: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set CUDA's launch queues and the priority of NCCL's streams by the layout, where the user has set neither.
+
+    Call it before the process uses CUDA. With several queues, the product of a weight's gradient can occupy a Hopper
+    before the reduction that was started ahead of it (https://github.com/NVIDIA/Megatron-LM/issues/533). One queue
+    keeps the order of the program. Exchanges of experts run at the same time as products and need several
+    (https://github.com/NVIDIA/Megatron-LM/issues/6311).
+    """
+    if device.type != CUDA.type or max(tp, cp, ep) == 1:
+        return
+    if max(tp, ep) > 1:
+        variables.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32" if ep > 1 else "1")
+    variables.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")

@@ -138,6 +138,8 @@ class JobRanks:
         if files.fault:
             rank_zero_warn(f"{files.subject}: {files.value}; {files.fault}")
         ranks = {"world_size": own.world_size, "rank": own.global_rank, "local_rank": own.local_rank}
+        layout = self.job.layout
+        devices.order_launches(own.root_device, tp=layout.tp, cp=layout.cp, ep=layout.ep)
         devices.take_card(own.root_device, **ranks)
         self.device_is_taken = True
         devices.keep_freed_memory(own.root_device)
