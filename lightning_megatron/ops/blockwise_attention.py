@@ -18,9 +18,12 @@ from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
-from lightning_megatron.device import as_result
+from lightning_megatron.device import as_result, cache_bytes
 
 BLOCK_BYTES = 4 << 20
+"""Scores of a block that stay in a processor's caches."""
+LARGE_BLOCK_BYTES = 256 << 20
+"""Scores of a block where each operation has a start of its own, as on an accelerator."""
 
 
 class PartialAttention(NamedTuple):
@@ -51,7 +54,7 @@ def attention_forward(
     first_query: int = 0,
     rule: ScoreRule = PLAIN,
     key_mask: Tensor | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> PartialAttention:
     """Attention with the log-sum-exp that its backward pass and :func:`merge_partials_` need; no gradient.
 
@@ -62,7 +65,7 @@ def attention_forward(
         causal: True if a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
         first_query: position of the first query among the keys, at least 0; these keys may all precede it.
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
-        block_bytes: approximate limit for the scores of one block.
+        block_bytes: approximate limit for the scores of one block; ``None`` for the one of the device.
     """
     grouped = _Grouped(k.shape[2])
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
@@ -96,7 +99,7 @@ def attention_backward(
     first_query: int = 0,
     rule: ScoreRule = PLAIN,
     key_mask: Tensor | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contribution of these keys to the gradients; probabilities are recomputed from ``lse``.
 
@@ -113,7 +116,7 @@ def attention_backward(
         causal: True if a query sees only keys up to its own position.
         first_query: position of the first query among the keys.
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
-        block_bytes: approximate limit for the scores of one block.
+        block_bytes: approximate limit for the scores of one block; ``None`` for the one of the device.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, fp32.
@@ -306,12 +309,14 @@ def _blocks(
     first_query: int,
     window: int,
     key_mask: Tensor | None,
-    block_bytes: int,
+    block_bytes: int | None,
 ) -> Iterator[_Block]:
     """Blocks of ``[B, G, N/G, S, D]`` queries against ``[B, G, T, D]`` keys, without those that see no key."""
     batch, groups, heads, length, _ = queries.shape
     count = keys.shape[2]
     span = min(count, 2 * window) if window else count
+    if block_bytes is None:
+        block_bytes = LARGE_BLOCK_BYTES if cache_bytes(queries.device) is None else BLOCK_BYTES
     size = max(1, block_bytes // max(1, batch * groups * heads * span * queries.element_size()))
     if window:  # larger blocks would compute more scores outside of the window
         size = min(size, max(window, 64))
