@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device.hpu_bridge import bridge, requires
-from lightning_megatron.ops.blockwise_attention import blockwise_attention
+from lightning_megatron.ops.blockwise_attention import BLOCKWISE, WITH_SUM
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
 from lightning_megatron.ops.dropout import dropout as drop
 from lightning_megatron.ops.implementation import Function, Implementation, Op
@@ -307,6 +307,12 @@ def _beyond_plain(
     return None if rule.is_plain(len(k)) else str(rule)
 
 
+def _beyond_flags(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0, **how: Any) -> str | None:
+    if causal and first_query and len(q) > 1:
+        return "queries that begin later than the keys"
+    return _beyond_plain(q, k, v, **how)
+
+
 def _beyond_scaled(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
 ) -> str | None:
@@ -336,23 +342,6 @@ def _without_rule(
 ) -> Tensor:
     out: Tensor = kernel(q, k, v, **more)
     return out
-
-
-def _beyond_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout: float = 0.0,
-    key_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    **_: Any,
-) -> str | None:
-    if bias is not None:
-        return _BIAS
-    if key_mask is not None:
-        return "padding among the keys"
-    return "dropout of weights" if dropout else None
 
 
 def _beyond_sdpa(
@@ -401,11 +390,13 @@ def _fused_sdpa(
     )
 
 
+_TORCH = Implementation("torch", None, lambda: _plain(attention_torch), unsupported=_beyond_plain)
 ATTENTION = Op(
     "attention",
     (
         Implementation("blocks of queries", "cpu", lambda: _plain(attention_cpu), unsupported=_beyond_plain),
-        Implementation("torch's kernel", "cuda", lambda: _plain(attention_torch), unsupported=_beyond_plain),
+        Implementation("torch's kernel", "cuda", lambda: _plain(attention_torch), unsupported=_beyond_flags),
+        WITH_SUM,
         _fused_sdpa("FusedSDPA", _beyond_sdpa),
         _fused_sdpa("FusedSDPA, fast softmax", _beyond_fast_softmax, "fast_softmax", softmax_mode="fast"),
         _fused_sdpa("FusedSDPA, weights kept", _beyond_sdpa, "no_recompute", recompute=False),
@@ -416,16 +407,25 @@ ATTENTION = Op(
             softmax_mode="fast",
             recompute=False,
         ),
-        Implementation("torch", None, lambda: _plain(attention_torch), unsupported=_beyond_plain),
+        _TORCH,
         # On Gaudi its kernel has no gradient for a bias.
         *(
             Implementation("torch, with a bias", device, lambda: attention_with_bias, unsupported=_beyond_scaled)
             for device in ("cpu", "cuda")
         ),
-        Implementation(
-            "block by block", None, lambda: blockwise_attention, unsupported=_beyond_blocks, recomputes=True
-        ),
+        BLOCKWISE,
     ),
     run=attention,
     reference=attention_reference,
 )
+
+
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """:func:`attention` without scores ``[S, T]``, for queries that begin later than the keys."""
+    out: Tensor = IN_PARTS.on(q.device.type)(q, k, v, **how)
+    return out
+
+
+_ANYWHERE = Op("attention", (BLOCKWISE, _TORCH), run=attention_in_parts, reference=attention_reference)
+IN_PARTS = replace(_ANYWHERE, implementations=(WITH_SUM, BLOCKWISE, _TORCH), reference=_ANYWHERE.choose("").run)
+"""Attention of context-parallel ranks that gather all keys."""

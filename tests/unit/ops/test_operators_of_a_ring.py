@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.context_parallel import ring
 from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.blockwise_attention import FLASH
 
 TOKENS, RANKS, HEADS, GROUPS, FEATURES = 32_768, 8, 32, 8, 128
 
@@ -62,3 +63,11 @@ def test_blocks_of_a_ring_are_large_where_each_operator_starts_a_kernel(
     forward, backward = operators(monkeypatch, rank)
     assert forward <= 700
     assert backward <= 1_000
+
+
+@pytest.mark.parametrize("rank", [0, RANKS // 2, RANKS - 1])
+def test_a_ring_of_flash_kernels_starts_few_more_than_these(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Eight kernels each way are attention itself; the others merge outputs and add gradients."""
+    forward, backward = operators(monkeypatch, rank, core=lambda *_, **__: FLASH)
+    assert forward <= 60
+    assert backward <= 100

@@ -1,0 +1,1 @@
+"""Operations of torch that only NVIDIA's devices have."""
