@@ -15,6 +15,7 @@ from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device.hpu_bridge import bridge, requires
 from lightning_megatron.ops.blockwise_attention import BLOCKWISE, WITH_SUM
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
+from lightning_megatron.ops.cuda.kernel_order import kernels_for
 from lightning_megatron.ops.dropout import dropout as drop
 from lightning_megatron.ops.implementation import Function, Implementation, Op
 from lightning_megatron.ops.matmul import upcasts
@@ -129,9 +130,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
     features, more = v.shape[-1], q.shape[-1] - v.shape[-1]
     if q.device.type == "cpu" and more > 0 and q.shape[2] > 1:
         v = F.pad(v, (0, more))  # a CPU's fused kernel takes values of the keys' size: torch would make whole scores
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with kernels_for(q.device.type, masked=mask is not None):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out[..., :features]
 
 
@@ -247,15 +249,9 @@ def attention_with_bias(
     if seen is not None:
         lowest = torch.finfo(q.dtype).min
         added = _added(seen, q.dtype) if added is None else added.masked_fill(~seen, lowest)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=added,
-        dropout_p=dropout,
-        scale=rule.factor(q.shape[-1]),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    how: dict[str, Any] = {"attn_mask": added, "dropout_p": dropout, "scale": rule.factor(q.shape[-1])}
+    with kernels_for(q.device.type, masked=added is not None):
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
     return out.permute(2, 0, 1, 3).to(dtype)
 
 

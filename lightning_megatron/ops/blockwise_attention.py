@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
-from lightning_megatron.device import as_result, cache_bytes
+from lightning_megatron.device import as_result
 from lightning_megatron.ops.cuda.flash_attention import beyond_flash, flash_backward, flash_forward
 from lightning_megatron.ops.implementation import Function, Implementation, Op
 
@@ -409,7 +409,7 @@ def _blocks(
     count = keys.shape[2]
     span = min(count, 2 * window) if window else count
     if block_bytes is None:
-        block_bytes = LARGE_BLOCK_BYTES if cache_bytes(queries.device) is None else BLOCK_BYTES
+        block_bytes = BLOCK_BYTES if queries.device.type == "cpu" else LARGE_BLOCK_BYTES
     size = max(1, block_bytes // max(1, batch * groups * heads * span * queries.element_size()))
     if window:  # larger blocks would compute more scores outside of the window
         size = min(size, max(window, 64))
