@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import chunks_of, gather_context
-from lightning_megatron.documents import Documents, attend_documents
+from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention_in_parts
 
@@ -37,7 +37,8 @@ def gathered_attention(
     """
     both = gather_context(torch.cat((k, v), dim=-1), axis)  # [S, B, G, D + V]
     keys, values = both.split((k.shape[-1], v.shape[-1]), dim=-1)
-    attend = core if documents is None else partial(attend_documents, core, documents=documents)
+    # What is given with documents is ``ops.attention.document_attention``.
+    attend = core if documents is None else partial(core, documents=documents)
     # Some kernels do not accept a key mask.
     masked: dict[str, Any] = {} if key_mask is None else {"key_mask": key_mask}
     if not causal:

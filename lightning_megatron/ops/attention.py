@@ -13,11 +13,13 @@ from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device.hpu_bridge import bridge, requires
+from lightning_megatron.documents import attend_documents
 from lightning_megatron.ops.blockwise_attention import BLOCKWISE, WITH_SUM
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
 from lightning_megatron.ops.cuda.kernel_order import kernels_for
+from lightning_megatron.ops.cuda.varlen_attention import beyond_varlen, lacks_varlen, varlen_documents
 from lightning_megatron.ops.dropout import dropout as drop
-from lightning_megatron.ops.implementation import Function, Implementation, Op
+from lightning_megatron.ops.implementation import Fallback, Function, Implementation, Op, OpChoice
 from lightning_megatron.ops.matmul import upcasts
 
 
@@ -253,6 +255,22 @@ def attention_with_bias(
     with kernels_for(q.device.type, masked=added is not None):
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
     return out.permute(2, 0, 1, 3).to(dtype)
+
+
+@torch.compiler.disable  # as attend_documents itself
+def _by_length(core: Function, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    with kernels_for(q.device.type, varied=True):
+        return attend_documents(core, q, k, v, **how)
+
+
+def document_attention(choice: OpChoice, device: str | None, mode: str) -> Function:
+    """Attention inside of documents, by one kernel where the device has one for it, and by ``choice`` elsewhere."""
+    by_length = partial(_by_length, choice.run)
+    if device != "cuda" or mode == "off" or lacks_varlen():
+        return by_length
+    how: dict[str, Any] = {"preferred": varlen_documents, "unsupported": beyond_varlen, "otherwise": by_length}
+    name = "a call for each length of a document"
+    return Fallback(op="attention", mode="auto", otherwise_name=name, noted=choice.fallbacks, **how)
 
 
 MAX_HEAD_DIM = 128
