@@ -130,6 +130,27 @@ def flash_backward(
     return F.pad(dq, (0, 0) * 3 + (0, unseeing)) if unseeing else dq, dk, dv
 
 
+def flash_lacks(dtype: torch.dtype, keys: int, values: int, causal: bool, rule: ScoreRule) -> str | None:
+    """The reason why the kernel computes no such attention; ``None`` if it does.
+
+    Args:
+        dtype: dtype of queries, keys and values.
+        keys: features of a key.
+        values: features of a value.
+        causal: True for a causal mask.
+        rule: rule of the scores.
+    """
+    if rule.softcap or rule.slopes or (rule.window and not causal):
+        return str(rule)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{dtype}"
+    if keys != values:
+        return f"values of {values} features, and keys of {keys}"
+    if keys % 8 or keys > MAX_HEAD_DIM:
+        return f"a head of {keys}, and the kernel takes multiples of 8 up to {MAX_HEAD_DIM}"
+    return None
+
+
 def beyond_flash(
     q: Tensor,
     k: Tensor,
@@ -143,19 +164,10 @@ def beyond_flash(
     **_: Any,
 ) -> str | None:
     """The reason why the kernel does not support a call; ``None`` if it does."""
-    features = q.shape[-1]
-    reasons = {
-        "a bias of the scores": bias is not None,
-        "padding among the keys": key_mask is not None,
-        "dropout of weights": bool(dropout),
-        str(rule): bool(rule.softcap or rule.slopes or (rule.window and not causal)),
-        f"{q.dtype}": q.dtype not in (torch.bfloat16, torch.float16),
-        f"values of {v.shape[-1]} features, and keys of {features}": v.shape[-1] != features,
-        f"a head of {features}, and the kernel takes multiples of 8 up to {MAX_HEAD_DIM}": bool(
-            features % 8 or features > MAX_HEAD_DIM
-        ),
-    }
+    reasons = {"a bias of the scores": bias is not None, "padding among the keys": key_mask is not None}
+    reasons["dropout of weights"] = bool(dropout)
     found = next((reason for reason, holds in reasons.items() if holds), None)
+    found = found or flash_lacks(q.dtype, q.shape[-1], v.shape[-1], causal, rule)
     if found is not None:
         return found
     queries, keys, values = (x.permute(1, 2, 0, 3) for x in (q, k, v))
