@@ -16,6 +16,7 @@ from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import IN_PARTS
 from lightning_megatron.ops.blockwise_attention import PARTS
+from lightning_megatron.ops.cuda.kernel_order import order_in_words
 from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
 
@@ -73,7 +74,8 @@ def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice:
         ConfigError: if a kernel of the device is required and this ``cp_comm_type`` cannot use it.
     """
     if axis.size == 1 or cp_comm_type == "a2a":
-        return ops.choose("attention")
+        choice, order = ops.choose("attention"), order_in_words(ops.device)
+        return replace(choice, why=f"{choice.why}: {order}") if order else choice
     op = PARTS if cp_comm_type == "p2p" else IN_PARTS
     if ops.device is None or ops.device in (each.device for each in op.implementations):
         choice = ops.choose(op)

@@ -258,19 +258,24 @@ def attention_with_bias(
 
 
 @torch.compiler.disable  # as attend_documents itself
-def _by_length(core: Function, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def _by_length(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    choice.fallbacks.setdefault("packed documents", "a call for each length")
     with kernels_for(q.device.type, varied=True):
-        return attend_documents(core, q, k, v, **how)
+        return attend_documents(choice.run, q, k, v, **how)
+
+
+def _at_once(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    choice.fallbacks.setdefault("packed documents", "varlen_attn")
+    return varlen_documents(q, k, v, **how)
 
 
 def document_attention(choice: OpChoice, device: str | None, mode: str) -> Function:
     """Attention inside of documents, by one kernel where the device has one for it, and by ``choice`` elsewhere."""
-    by_length = partial(_by_length, choice.run)
+    by_length, at_once = partial(_by_length, choice), partial(_at_once, choice)
     if device != "cuda" or mode == "off" or lacks_varlen():
         return by_length
-    how: dict[str, Any] = {"preferred": varlen_documents, "unsupported": beyond_varlen, "otherwise": by_length}
-    name = "a call for each length of a document"
-    return Fallback(op="attention", mode="auto", otherwise_name=name, noted=choice.fallbacks, **how)
+    how: dict[str, Any] = {"otherwise": by_length, "otherwise_name": "a call for each length", "mode": "auto"}
+    return Fallback(op="attention", preferred=at_once, unsupported=beyond_varlen, noted=choice.fallbacks, **how)
 
 
 MAX_HEAD_DIM = 128

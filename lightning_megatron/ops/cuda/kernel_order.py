@@ -52,3 +52,12 @@ def kernels_for(device_type: str, *, masked: bool = False, varied: bool = False)
     if not kernels:
         return nullcontext()
     return sdpa_kernel(kernels) if is_left_out else sdpa_kernel(kernels, set_priority=True)
+
+
+def order_in_words(device_type: str | None) -> str:
+    """Kernels that torch asks for attention without a mask, for the op report; empty for torch's own choice."""
+    left_out = torch.are_deterministic_algorithms_enabled()
+    names = _names(device_type or "", left_out, _HAS_ORDER)
+    if not names:
+        return ""
+    return f"{'one of' if left_out else 'the first possible of'} {', '.join(names)}"

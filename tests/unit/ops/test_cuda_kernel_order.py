@@ -12,6 +12,8 @@ from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_megatron.config.score_rule import ScoreRule
+from lightning_megatron.context_parallel.attention import core_attention
+from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.cuda import kernel_order
 from lightning_megatron.ops.cuda.kernel_order import kernels_for
 from lightning_megatron.ops.registry import Ops
@@ -109,3 +111,12 @@ def test_the_choice_breaks_no_graph(masked: bool, hopper: None) -> None:
 
     q = torch.randn(1, 2, 4, 8)
     assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(q), attend(q))
+
+
+def test_the_op_report_says_the_order(hopper: None) -> None:
+    choice = core_attention(Ops("cuda"), Axis("cp"), "p2p")
+    best = "the best there is for cuda"
+    kernels = "FLASH_ATTENTION, EFFICIENT_ATTENTION, MATH"
+    assert choice.why == f"{best}: the first possible of CUDNN_ATTENTION, {kernels}"
+    torch.use_deterministic_algorithms(True)
+    assert core_attention(Ops("cuda"), Axis("cp"), "p2p").why == f"{best}: one of {kernels}"
