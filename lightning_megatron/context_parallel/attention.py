@@ -16,7 +16,7 @@ from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import IN_PARTS
 from lightning_megatron.ops.blockwise_attention import PARTS
-from lightning_megatron.ops.cuda.kernel_order import order_in_words
+from lightning_megatron.ops.flash.kernel_order import order_in_words
 from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
 

@@ -16,9 +16,9 @@ from lightning_megatron.device.hpu_bridge import bridge, requires
 from lightning_megatron.documents import attend_documents
 from lightning_megatron.ops.blockwise_attention import BLOCKWISE, WITH_SUM
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
-from lightning_megatron.ops.cuda.kernel_order import kernels_for
-from lightning_megatron.ops.cuda.varlen_attention import beyond_varlen, lacks_varlen, varlen_documents
 from lightning_megatron.ops.dropout import dropout as drop
+from lightning_megatron.ops.flash.kernel_order import kernels_for
+from lightning_megatron.ops.flash.varlen_attention import beyond_varlen, lacks_varlen, varlen_documents
 from lightning_megatron.ops.implementation import Fallback, Function, Implementation, Op, OpChoice
 from lightning_megatron.ops.matmul import upcasts
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device import as_result
-from lightning_megatron.ops.cuda.flash_attention import beyond_flash, flash_backward, flash_forward
+from lightning_megatron.ops.flash.flash_attention import beyond_flash, flash_backward, flash_forward
 from lightning_megatron.ops.implementation import Function, Implementation, Op
 
 BLOCK_BYTES = 4 << 20

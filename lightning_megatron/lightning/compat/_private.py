@@ -164,7 +164,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "a softmax backward in one pass",
     ),
     *(
-        PrivateName(name, "torch.ops.aten", ("ops/cuda/flash_attention.py",), "flash with its log-sum-exp and windows")
+        PrivateName(name, "torch.ops.aten", ("ops/flash/flash_attention.py",), "flash with its log-sum-exp and windows")
         for name in ("_flash_attention_forward", "_flash_attention_backward")
     ),
     PrivateName("_index_put_impl_", "torch.ops.aten", ("ops/accumulate.py",), "rows added in one order, with no wait"),

@@ -10,7 +10,7 @@ from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION
 from lightning_megatron.device import CPU, CUDA, DeviceKind
 from lightning_megatron.layers.attention import HeadAttention
 from lightning_megatron.moe.layer import MoELayer
-from lightning_megatron.ops.cuda.flash_attention import flash_lacks
+from lightning_megatron.ops.flash.flash_attention import flash_lacks
 from lightning_megatron.ops.implementation import REFERENCE
 
 

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.context_parallel.attention import core_attention
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.cuda import kernel_order
-from lightning_megatron.ops.cuda.kernel_order import kernels_for
+from lightning_megatron.ops.flash import kernel_order
+from lightning_megatron.ops.flash.kernel_order import kernels_for
 from lightning_megatron.ops.registry import Ops
 
 ALL = {"cudnn", "flash", "efficient", "math"}

@@ -22,8 +22,8 @@ from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.documents import Documents, attend_documents
 from lightning_megatron.ops import attention as ops
 from lightning_megatron.ops.attention import attention_reference, document_attention
-from lightning_megatron.ops.cuda import kernel_order
-from lightning_megatron.ops.cuda.varlen_attention import lacks_varlen, varlen_documents
+from lightning_megatron.ops.flash import kernel_order
+from lightning_megatron.ops.flash.varlen_attention import lacks_varlen, varlen_documents
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing.parity import assert_same
 

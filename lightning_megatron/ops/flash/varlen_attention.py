@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.documents import Documents, attend_at_once
-from lightning_megatron.ops.cuda.flash_attention import beyond_flash
+from lightning_megatron.ops.flash.flash_attention import beyond_flash
 
 _MODULE = "torch.nn.attention.varlen"
 

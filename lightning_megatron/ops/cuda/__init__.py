@@ -1,1 +1,0 @@
-"""Operations of torch that only NVIDIA's devices have."""
