@@ -24,12 +24,7 @@ def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) ->
     """
     if compiles:
         warn_of_graphs_without_gain(module, kind)
-    attentions = [part for part in module.modules() if isinstance(part, HeadAttention)]
-    slow = next((found for found in (_slow_attention(part, kind) for part in attentions) if found is not None), None)
-    if slow is not None:
-        rank_zero_warn(
-            f"attention is computed block by block in fp32, far slower than by a kernel of {kind.type}: {slow}"
-        )
+    warn_of_slow_attention(module, kind)
     layers = [part for part in module.modules() if isinstance(part, MoELayer)]
     if not kind.compiles_shapes or not layers:
         return
@@ -49,6 +44,16 @@ def warn_of_graphs_without_gain(module: nn.Module, kind: DeviceKind) -> None:
             f"compile: blocks with {shape.activation} are about as fast without graphs on a CPU (0.96 to 1.00 of it,"
             " benchmarks/compile_cpu_202611.md): most of their time are matrix products, which graphs leave as they"
             " are; without it the first step waits for no compiler"
+        )
+
+
+def warn_of_slow_attention(module: nn.Module, kind: DeviceKind) -> None:
+    """Warn of attention that no kernel of such devices computes."""
+    layers = (part for part in module.modules() if isinstance(part, HeadAttention))
+    slow = next((found for found in (_slow_attention(layer, kind) for layer in layers) if found is not None), None)
+    if slow is not None:
+        rank_zero_warn(
+            f"attention is computed block by block in fp32, far slower than by a kernel of {kind.type}: {slow}"
         )
 
 
