@@ -97,6 +97,13 @@ def host_memory(like: torch.Tensor) -> torch.Tensor:
         return memory.pin_memory(HPU.type)
 
 
+def copy_to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy of a tensor of the host on a device. The host does not wait for CUDA's queue."""
+    if device.type != CUDA.type:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def copy_to_host(source: torch.Tensor, memory: torch.Tensor) -> None:
     """Start a copy into :func:`host_memory`; it is complete after :func:`synchronize`."""
     memory.copy_(source, non_blocking=source.device.type != CPU.type)
