@@ -130,7 +130,7 @@ class MegatronDataModule(LightningDataModule):
         self.sample_plan = SamplePlan(batch_size, train_samples, global_batch_size, rampup_batch_size)
         self.data_path, self.val_data_path, self.test_data_path = separated(data_path, val_data_path, test_data_path)
         self.seq_length, self.split, self.seed = seq_length, split, seed
-        self.samples = (train_samples, val_samples, test_samples)
+        self.val_samples, self.test_samples = val_samples, test_samples
         self.num_workers, self.cache_dir = num_workers, None if cache_dir is None else os.fspath(cache_dir)
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
         self.reset_attention_mask = reset_attention_mask
@@ -138,6 +138,8 @@ class MegatronDataModule(LightningDataModule):
         if tokenizer_type is not None and tokenizer_model is vocab_file is None:
             tokenizer_model = tokenizer_beside(tokenizer_type, Path(parse_data_path(self.data_path).prefixes[0]).parent)
         model, vocab, merges = (None if f is None else os.fspath(f) for f in (tokenizer_model, vocab_file, merge_file))
+        self.tokenizer_type, self.tokenizer_model = tokenizer_type, model
+        self.vocab_file, self.merge_file = vocab, merges
         self._spec = None if tokenizer_type is None else TokenizerSpec(tokenizer_type, model, vocab, merges)
         self.tokenizer: Tokenizer | None = None if self._spec is None else self._spec.build()
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
@@ -162,6 +164,11 @@ class MegatronDataModule(LightningDataModule):
             "test_data_path": self.test_data_path,
         }
         return {argument: path for argument, path in paths.items() if path is not None}
+
+    @property
+    def samples(self) -> tuple[int | None, int | None, int | None]:
+        """Samples to draw for training, validation and test."""
+        return self.sample_plan.train_samples, self.val_samples, self.test_samples
 
     def data_problems(self) -> list[Problem]:
         """Missing or faulty files and empty shares; the strategy calls this before it starts processes."""
@@ -364,7 +371,7 @@ class MegatronDataModule(LightningDataModule):
             read, held_out = f"cannot be read: {type(error).__name__}", {}
         samples = dict(zip(COUNTS, self.samples, strict=True))
         plan = self.sample_plan
-        batches = {"global_batch_size": plan.global_batch_size, "rampup_batch_size": plan.rampup}
+        batches = {"global_batch_size": plan.global_batch_size, "rampup_batch_size": plan.rampup_batch_size}
         given = {name: value for name, value in batches.items() if value is not None}
         return {"batch_size": self.batch_size, **given, **samples, "fingerprint": read, **held_out}
 
