@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.recipes.job import STRATEGIES, config_of
+from lightning_megatron.cli.recipes.job import STRATEGIES, recipe_shape
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, is_whole, problems_of, raise_if_any
 from lightning_megatron.families import DEFAULT_PRESETS
@@ -109,7 +109,7 @@ def _model_problems(recipe: Mapping[str, Any], cluster: Cluster) -> list[Problem
     sizes = {n.lower(): int(cluster.environment[n]) for n in MODEL_SIZES if cluster.environment.get(n)}
     found: list[Problem] = []
     if sizes and class_of(recipe.get("model")) in DEFAULT_PRESETS:
-        config_of(recipe, found, **sizes)
+        recipe_shape(recipe, found, **sizes)
     return found
 
 

@@ -58,7 +58,7 @@ def read_recipe(paths: Sequence[str], given: Given) -> PlannedJob:
     found: list[Problem] = []
     arguments = _strategy(trainer, found)
     devices = given.devices or _devices(trainer, found)
-    config = given.config or config_of(recipe, found)
+    config = given.config or recipe_shape(recipe, found)
     data = arguments_of(recipe.get("data"))
     seq_length = given.seq_length or data.get("seq_length")
     if not is_whole(seq_length, at_least=1):
@@ -105,7 +105,7 @@ def _devices(trainer: Mapping[str, Any], found: list[Problem]) -> int:
     return 1
 
 
-def config_of(recipe: Mapping[str, Any], found: list[Problem], **changes: int) -> TransformerConfig | None:
+def recipe_shape(recipe: Mapping[str, Any], found: list[Problem], **changes: int) -> TransformerConfig | None:
     """Shape of a recipe's model with other sizes; ``None`` where problems are ``found``."""
     model = recipe.get("model")
     name = class_of(model)
