@@ -30,6 +30,7 @@ from lightning_megatron.device.collectives import (
     barrier_device_ids,
     collective_backends,
     collective_traits,
+    connect_on_demand,
 )
 from lightning_megatron.device.execution import (
     as_result,
@@ -104,6 +105,7 @@ __all__ = [
     "compiles_ends",
     "compiles_fixed_shapes",
     "compiles_softmax",
+    "connect_on_demand",
     "copy_alone",
     "copy_to_host",
     "describe_cards",
