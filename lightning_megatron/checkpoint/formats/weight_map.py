@@ -259,7 +259,7 @@ class WeightMap:
                 faults.append(f"{_shown(rule, parts)}: makes {made}, and the model's is {list(required)}")
             repeats = {name: foreign[file_names[name]] for name in rule.repeats if name in file_names}
             read = partial(_joined, rule, parts, repeats, shape)
-            found[rule.native] = LazyTensor(shape, joined.dtype, partial(read, Box.whole(shape)), read)
+            found[rule.native] = LazyTensor(shape, joined.dtype, read, read)
         if faults:
             raise CheckpointError(f"the tensors do not fit the model:\n{listed(faults)}")
         return found
@@ -296,22 +296,31 @@ class WeightMap:
 
 
 def _joined(
-    rule: WeightRule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyTensor], shape: tuple[int, ...], box: Box
+    rule: WeightRule,
+    parts: Sequence[LazyTensor],
+    repeats: Mapping[str, LazyTensor],
+    shape: tuple[int, ...],
+    box: Box | None = None,
 ) -> Tensor:
-    whole = Cut(tuple(Box.whole(part.shape) for part in parts), lambda *foreign: part_of(rule.join(*foreign), box))
-    cut = rule.cut(shape, box) or whole
-    boxes = zip(rule.foreign, parts, cut.boxes, strict=True)
-    foreign = [(name, part.part(of_part)) for name, part, of_part in boxes if of_part is not None]
-    for name in not_finite(foreign):
-        raise CheckpointError(f"{name}, of which {rule.native} is made: {amount(dict(foreign)[name])}")
-    joined = cut.join(*(value for _, value in foreign))
+    """A box of our tensor, or all of it."""
+    cut = None if box is None else rule.cut(shape, box)
+    boxes = [None] * len(parts) if cut is None else cut.boxes
+    join = rule.join if cut is None else cut.join
+
+    def read(tensor: LazyTensor, part: Box | None) -> Tensor:
+        return tensor.materialize() if part is None else tensor.part(part)
+
+    needed = zip(rule.foreign, parts, boxes, strict=True)
+    foreign = {name: read(tensor, part) for name, tensor, part in needed if part is not None or cut is None}
+    for name in not_finite(foreign.items()):
+        raise CheckpointError(f"{name}, of which {rule.native} is made: {amount(foreign[name])}")
+    joined = join(*foreign.values())
     for name, repeat in repeats.items():
-        assert cut.boxes[0] is not None
-        if not torch.equal(joined, cut.join(repeat.part(cut.boxes[0])).to(joined.dtype)):
+        if not torch.equal(joined, join(read(repeat, boxes[0])).to(joined.dtype)):
             original = rule.foreign[0]
             reason = f"the configuration ties it to {original}, and their values differ: untie them there"
             raise ConfigError([Problem("tensor", name, reason)])
-    return joined
+    return joined if box is None or cut is not None else part_of(joined, box)
 
 
 def _split(rule: WeightRule, whole: LazyTensor) -> Sequence[Tensor]:
