@@ -125,9 +125,9 @@ def pieces_of(sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
     waiting, pieces = sorted(range(len(sizes)), key=lambda number: -sizes[number]), []
     while waiting:
         needed = sum(_aligned(sizes[number]) for number in waiting)
-        room, place, piece = max(1 << needed.bit_length() >> 1, _aligned(sizes[waiting[0]])), 0, []
+        limit, place, piece = max(1 << needed.bit_length() >> 1, _aligned(sizes[waiting[0]])), 0, []
         for number in waiting:
-            if place + _aligned(sizes[number]) <= room:
+            if place + _aligned(sizes[number]) <= limit:
                 piece.append((number, place))
                 place += _aligned(sizes[number])
         taken = {number for number, _ in piece}

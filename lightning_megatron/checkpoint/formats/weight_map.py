@@ -26,7 +26,7 @@ _SHOWN_NAMES = 8
 
 
 @dataclass(frozen=True)
-class Cut:
+class ForeignParts:
     """Parts of foreign tensors that make a box of ours.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cut:
     join: Callable[..., Tensor]
 
 
-def uncut(shape: tuple[int, ...], box: Box) -> Cut | None:
+def uncut(shape: tuple[int, ...], box: Box) -> ForeignParts | None:
     """``None``: each box of ours needs whole foreign tensors."""
     return None
 
@@ -64,7 +64,7 @@ class WeightRule:
     split: Callable[[Tensor], Sequence[Tensor]]
     repeats: tuple[str, ...] = ()
     otherwise: str | None = None
-    cut: Callable[[tuple[int, ...], Box], Cut | None] = uncut
+    cut: Callable[[tuple[int, ...], Box], ForeignParts | None] = uncut
 
 
 def same(native: str, foreign: str, *repeats: str) -> WeightRule:
@@ -73,7 +73,7 @@ def same(native: str, foreign: str, *repeats: str) -> WeightRule:
     def join(x: Tensor) -> Tensor:
         return x
 
-    return WeightRule(native, (foreign,), join, lambda x: (x,), repeats, cut=lambda _, box: Cut((box,), join))
+    return WeightRule(native, (foreign,), join, lambda x: (x,), repeats, cut=lambda _, box: ForeignParts((box,), join))
 
 
 def transposed(native: str, foreign: str) -> WeightRule:
@@ -82,9 +82,9 @@ def transposed(native: str, foreign: str) -> WeightRule:
     def join(x: Tensor) -> Tensor:
         return x.mT.contiguous()
 
-    def cut(shape: tuple[int, ...], box: Box) -> Cut:
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts:
         offsets, sizes = ((*ends[:-2], ends[-1], ends[-2]) for ends in (box.offsets, box.sizes))
-        return Cut((Box(offsets, sizes),), join)
+        return ForeignParts((Box(offsets, sizes),), join)
 
     return WeightRule(native, (foreign,), join, lambda x: (x.mT.contiguous(),), cut=cut)
 
@@ -102,12 +102,12 @@ def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRul
     def join(*parts: Tensor, sizes: tuple[int, ...] = lead) -> Tensor:
         return torch.stack(parts).unflatten(0, sizes)
 
-    def cut(shape: tuple[int, ...], box: Box) -> Cut:
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts:
         ends = zip(box.offsets, box.sizes, strict=True)
         chosen = set(product(*(range(start, start + size) for start, size in islice(ends, len(lead)))))
         part = Box(box.offsets[len(lead) :], box.sizes[len(lead) :])
         boxes = (part if place in chosen else None for place in product(*map(range, lead)))
-        return Cut(tuple(boxes), partial(join, sizes=box.sizes[: len(lead)]))
+        return ForeignParts(tuple(boxes), partial(join, sizes=box.sizes[: len(lead)]))
 
     return WeightRule(native, foreign, join, split, cut=cut)
 
@@ -126,14 +126,14 @@ def fused_qkv(native: str, foreign: tuple[str, ...], heads: int, groups: int) ->
     """Queries, keys and values of three tensors, or concatenated in one tensor, to rows of query groups."""
     join, split = partial(fuse_qkv, groups=groups), partial(split_qkv, heads=heads, groups=groups)
 
-    def cut(shape: tuple[int, ...], box: Box) -> Cut | None:
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts | None:
         queries, dim = heads // groups, shape[0] // (heads + 2 * groups)
         first, rest = divmod(box.offsets[0], (queries + 2) * dim)
         number, ragged = divmod(box.sizes[0], (queries + 2) * dim)
         if rest or ragged:
             return None
         rows = [Box((first * n, *box.offsets[1:]), (number * n, *box.sizes[1:])) for n in (queries * dim, dim, dim)]
-        return Cut(tuple(rows), partial(fuse_qkv, groups=number))
+        return ForeignParts(tuple(rows), partial(fuse_qkv, groups=number))
 
     if len(foreign) == 3:
         return WeightRule(native, foreign, join, split, cut=cut)
