@@ -70,7 +70,7 @@ def axis_groups(layout: ParallelLayout) -> dict[str, Sequence[tuple[int, ...]]]:
     """All groups of ranks of each axis, by its name; for ``embedding`` without the ranks of inner stages."""
     dense, expert = dense_grid(layout), expert_grid(layout)
     found: dict[str, Sequence[tuple[int, ...]]] = {name: rank_groups(dense, [name]) for name in dense}
-    found |= {f"{a}_{b}": rank_groups(dense, [a, b]) for a, b in (("dp", "cp"), ("tp", "cp"), ("dp", "pp"))}
+    found["dp_cp"] = rank_groups(dense, ["dp", "cp"])
     found |= {name: rank_groups(expert, [name]) for name in ("etp", "ep", "edp")}
     found["etp_ep"] = rank_groups(expert, ["etp", "ep"])
     found["embedding"] = pipeline_ends(layout)
@@ -190,8 +190,6 @@ class ParallelMesh:
         etp_ep: expert tensor and expert parallel: the ranks that together hold every expert once (the group of token
             dispatch).
         dp_cp: data and context parallel: the ranks that share gradients and optimizer state of dense layers.
-        tp_cp: tensor and context parallel: the ranks that share the tokens of a sequence.
-        dp_pp: data and pipeline parallel: the ranks that together process every sample once.
         embedding: first and last stage of this rank's pipeline, which share tied embeddings; for a rank of any other
             stage, that rank alone.
         world: all ranks.
@@ -239,8 +237,6 @@ class ParallelMesh:
         self.dp = axis("dp")
         self.pp = axis("pp")
         self.dp_cp = axis("dp_cp")
-        self.tp_cp = axis("tp_cp")
-        self.dp_pp = axis("dp_pp")
         self.embedding = axis("embedding")
         self.etp = axis("etp")
         self.ep = axis("ep")
@@ -303,7 +299,7 @@ class ParallelMesh:
     @property
     def device_axes(self) -> tuple[Axis, ...]:
         """One axis for each group for tensors of the device that this rank is in, in the order of their creation."""
-        dense = (self.world, self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.tp_cp, self.dp_pp, self.embedding)
+        dense = (self.world, self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.embedding)
         found: dict[int, Axis] = {}
         for axis in (*dense, self.etp, self.ep, self.edp, self.etp_ep):
             if axis.group is not None:

@@ -38,12 +38,24 @@ class CollectiveTraits:
 # In a first step on Gaudi a rank may compile graphs for longer than 20 minutes while others already wait for it.
 _HCCL = CollectiveTraits(timedelta(minutes=60), True, True, True, True)
 _GLOO = CollectiveTraits(copies_pieces=True)
+_MANY_RANKS = 64
 
 
 def collective_traits(device: torch.device) -> CollectiveTraits:
     """Behaviour of the collectives of a device's own backend."""
     known = {HPU.type: _HCCL, CPU.type: _GLOO}
     return known.get(device.type, CollectiveTraits())
+
+
+def connect_on_demand(num_ranks: int, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Let gloo connect two ranks at their first message, in a job of many ranks, unless the user has chosen.
+
+    Otherwise each group connects all pairs, and reads n² addresses from the store of rank 0. In a small job that is
+    cheap, and it has a limit in time: a late connection to a rank that has died has none in gloo (issue 520 there).
+    torch reads the variable from 2.8 on; older versions connect all pairs.
+    """
+    if num_ranks >= _MANY_RANKS:
+        variables.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def collective_backends(device: torch.device) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -206,20 +206,39 @@ def _inspected(pid: int, start: int, noted: Process) -> Process:
 
 
 class FailureProbe:
-    """Cheap, repeatable check of one rank for failure, which reads only the header of its file in the run's folder."""
+    """Cheap, repeatable check of one rank for failure, which reads only the header of its file in the run's folder.
+
+    The file of a rank on this host is shared memory and stays open: a shared file system is not asked again.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._path, self._about = ring_path(folder, rank), about_path(folder, rank)
         self._pid, self._is_here = 0, False
+        self._file: BinaryIO | None = None
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _header(self) -> bytes:
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+            self.close()  # another file has taken its name
+        if self._file is None:
+            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        return os.pread(self._file.fileno(), file_format.HEADER.itemsize, 0)
 
     def has_failed(self) -> bool:
         """True if its run has ended in an error, or its process has ended before the run."""
         try:
-            with open(self._path, "rb") as file:
-                raw = file.read(file_format.HEADER.itemsize)
+            raw = self._header()
         except OSError:
             return False
+        finally:
+            if not self._is_here:
+                self.close()
         if len(raw) < file_format.HEADER.itemsize:
             return False
         _, pid, _, _, state, _, _, start, *_ = np.frombuffer(raw, file_format.HEADER)[0].item()

@@ -3,7 +3,7 @@
 Ranks only read each other's files, so a rank that is dead, stopped or stuck need not answer. On one host the files are
 shared memory; between hosts they are as recent as the shared file system makes them.
 
-Reading files of other hosts loads that file system, so it is bounded: see ``REMOTE`` and ``REMOTE_WAITING``.
+Reading files of other hosts loads that file system, so it is bounded: see ``REMOTE``, ``REMOTE_WAITING`` and ``MANY``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ REMOTE = 2
 """Files of other hosts that are read at each check, in turn."""
 REMOTE_WAITING = 16
 """Files of other hosts that are read at each check while this rank has been waiting for longer than ``LONG``."""
+MANY = 64
+"""Ranks of a job that together read so many files. Those of a larger job read no more: each reads at fewer checks."""
 
 
 class PeerWatch:
@@ -86,6 +88,8 @@ class PeerWatch:
         # Each rank begins with its successor, so that ranks read different files at a time.
         others = ((rank + distance) % world_size for distance in range(1, world_size))
         self._remote = deque(FailureProbe(self._folder, other) for other in others if other not in local)
+        self._share = min(1.0, MANY / world_size)
+        self._turns = rank * self._share % 1  # ranks of a large job have theirs at different checks
         self._failed: FailureProbe | None = None
         self._before_end, self._children, self._launcher = before_end, children, launcher
         self._patience = GRACE
@@ -110,6 +114,8 @@ class PeerWatch:
         self._recorder.blame = None
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
+        for probe in (*self._local, *self._remote):
+            probe.close()
 
     def views(self) -> list[RankView]:
         """Read every file of the run, and return the present views of all ranks."""
@@ -208,7 +214,8 @@ class PeerWatch:
         """First failed rank, if any, among those of this host and the next few of other hosts."""
         if self._failed is not None and self._failed.has_failed():
             return self._failed
-        count = REMOTE_WAITING if self._waited > LONG else REMOTE
+        self._turns = self._turns % 1 + self._share * (REMOTE_WAITING if self._waited > LONG else REMOTE)
+        count = int(self._turns)
         chosen = [*self._local, *islice(self._remote, count)]
         self._remote.rotate(-count)
         self._failed = next((probe for probe in chosen if probe.has_failed()), None)

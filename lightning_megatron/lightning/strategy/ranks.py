@@ -177,6 +177,7 @@ class JobRanks:
         """Create the process groups; all ranks call this."""
         own = self.strategy
         if own.world_size > 1 and not dist.is_initialized():
+            devices.connect_on_demand(own.world_size)
             dist.init_process_group(
                 self.job.process_group_backend or devices.kind_of(own.root_device).backend,
                 store=self._store,

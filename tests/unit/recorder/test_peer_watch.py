@@ -96,6 +96,38 @@ def test_a_look_reads_the_own_host_and_a_bounded_number_of_other_ranks(
     assert len(read_in_a_look(peers, opened) - local) == watch.REMOTE
 
 
+def test_files_of_the_own_host_are_opened_once(ranks: list[Recorder], opened: list[str]) -> None:
+    peers = watch_of(ranks[0], 0)
+    assert set(range(1, ON_A_HOST)) <= read_in_a_look(peers, opened)
+    peers._failed_peer()  # once more, now that their host is known
+    for _ in range(3):
+        assert not set(range(ON_A_HOST)) & read_in_a_look(peers, opened)
+    ranks[3].open(ranks[3].folder, 3, WORLD)  # a new run in the same folder: a new file takes the name
+    assert 3 in read_in_a_look(peers, opened)
+    ranks[3].set_state(State.RAISED, "x")
+    assert (failed := peers._failed_peer()) is not None
+    assert failed.rank == 3
+    peers.stop()
+
+
+@pytest.mark.parametrize("world", [64, 128, 1024])
+def test_ranks_of_a_large_job_together_read_no_more_files_than_those_of_a_small_one(
+    ranks: list[Recorder], world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank of the job takes part in 16 checks."""
+    probed: list[int] = []
+    monkeypatch.setattr(watch.FailureProbe, "has_failed", lambda probe: bool(probed.append(probe.rank)))
+    by_check = [0] * 16
+    for rank in range(world):
+        peers = PeerWatch(ranks[0], rank, [rank], world, 1800.0, lambda: None, dict)
+        for check in range(16):
+            before = len(probed)
+            assert peers._failed_peer() is None
+            by_check[check] += len(probed) - before
+    assert set(by_check) == {watch.MANY * watch.REMOTE}
+    assert len(set(probed)) == world
+
+
 def test_a_failure_on_another_host_is_found_in_turn_and_then_kept_in_view(ranks: list[Recorder]) -> None:
     peers = watch_of(ranks[0], 0)
     ranks[63].set_state(State.RAISED, "x")
