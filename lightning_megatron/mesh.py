@@ -287,7 +287,7 @@ class ParallelMesh:
             if members not in built:
                 mine = None
                 for ranks in members:
-                    group = dist.new_group(list(ranks), timeout=timeout)
+                    group = dist.new_group(list(ranks), timeout=devices.backend_timeout(device, timeout))
                     mine = group if rank in ranks else mine
                 built[members] = mine
             return built[members]

@@ -27,9 +27,11 @@ from lightning_megatron.device.cards import (
 )
 from lightning_megatron.device.collectives import (
     CollectiveTraits,
+    backend_timeout,
     barrier_device_ids,
     collective_backends,
     collective_traits,
+    keep_flight_records,
 )
 from lightning_megatron.device.execution import (
     as_result,
@@ -91,6 +93,7 @@ __all__ = [
     "adds_products",
     "allowed_modules",
     "as_result",
+    "backend_timeout",
     "barrier_device_ids",
     "begin_read",
     "best_available",
@@ -120,6 +123,7 @@ __all__ = [
     "is_allowed",
     "is_lazy",
     "is_out_of_memory",
+    "keep_flight_records",
     "keep_freed_memory",
     "keep_recipes",
     "kind_of",

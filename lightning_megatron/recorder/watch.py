@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose
+from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose, unmet
 from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.process import Process, ProcessState
 from lightning_megatron.recorder.reading import FailureProbe, RankView, read_run
@@ -40,6 +40,8 @@ SETTLES = 1.0
 """Most seconds that a rank which has lost a peer waits for the system to show that the peer is dead or stopped."""
 LONG = 3.0
 """Seconds of waiting for others after which a rank checks more files of other hosts."""
+AGAIN = 10.0
+"""Least seconds between two searches for ranks that keep the device of an inactive rank waiting."""
 ENDING = 600.0
 """Most seconds for the hooks and teardown of a rank that has raised an error; less if the timeout is shorter."""
 REMOTE = 2
@@ -66,6 +68,7 @@ class PeerWatch:
         before_end: function to call before this process is ended; it ends the processes that this one has launched.
         children: function that returns the exit status of each launched rank that failed, negative for a signal.
         launcher: id of the parent process without which this one is to end; ``None`` if it may outlive its parent.
+        runs_ahead: True if this rank's host does not block in collectives: then it may wait for others anywhere.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class PeerWatch:
         before_end: Callable[[], None],
         children: Callable[[], Mapping[int, int]],
         launcher: int | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         assert recorder.folder is not None
         self._recorder, self._rank, self._timeout = recorder, rank, timeout
@@ -88,6 +92,7 @@ class PeerWatch:
         self._remote = deque(FailureProbe(self._folder, other) for other in others if other not in local)
         self._failed: FailureProbe | None = None
         self._before_end, self._children, self._launcher = before_end, children, launcher
+        self._runs_ahead, self._looked = runs_ahead, 0.0
         self._patience = GRACE
         self._over = threading.Event()
         self._reporting = threading.Lock()
@@ -200,9 +205,21 @@ class PeerWatch:
             return f"rank {failed.rank} has failed", self._patience
         if self._launcher not in (None, os.getppid()):
             return f"process {self._launcher}, which launched it, has ended", self._patience
-        if self._waited > self._timeout + LATE:
+        if self._waited > self._timeout + LATE or self._waits_unseen():
             return f"other ranks have kept it waiting for more than {self._timeout:.0f} s", 0.0
         return None, 0.0
+
+    def _waits_unseen(self) -> bool:
+        """True if this rank has been inactive for too long, while others have not come to what it has started.
+
+        Its host then waits for the device outside of a recorded action, such as in a progress bar.
+        """
+        idle, now = (time.time_ns() - self._recorder.main.active) / 1e9, time.monotonic()
+        if not self._runs_ahead or idle < self._timeout + LATE or now - self._looked < AGAIN:
+            return False
+        self._looked = now
+        by_rank = {view.rank: view for view in self.views()}
+        return self._rank in by_rank and bool(unmet(by_rank[self._rank], by_rank))
 
     def _failed_peer(self) -> FailureProbe | None:
         """First failed rank, if any, among those of this host and the next few of other hosts."""

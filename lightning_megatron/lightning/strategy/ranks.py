@@ -34,6 +34,7 @@ from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh, coordinate, dense_grid
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.ops.registry import Ops
+from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class JobRanks:
                 store=self._store,
                 rank=own.global_rank,
                 world_size=own.world_size,
-                timeout=self.timeout,
+                timeout=devices.backend_timeout(own.root_device, self.timeout),
             )
         if not dist.is_initialized():
             return ParallelMesh.single(own.root_device, self.recorder)
@@ -268,7 +269,8 @@ class JobRanks:
         self.trials.agree()
         votes = torch.tensor(float(decision), device=self.strategy.root_device)
         all_reduce_in_place(votes, self._axis("world"))
-        return bool(votes == self.strategy.world_size) if of_all else bool(votes > 0)
+        with self.recorder.main.during(Kind.DEVICE):
+            return bool(votes == self.strategy.world_size) if of_all else bool(votes > 0)
 
     def log_error(self, exception: BaseException) -> None:
         """Log the rank that failed, with its place in the model: of many tracebacks one is the cause."""
