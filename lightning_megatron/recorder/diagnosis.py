@@ -40,6 +40,9 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
         waiting = next(actions, None)
         for_what = "" if waiting is None else f": others wait for it in {waiting}"
         return Diagnosis(tuple(roots), False, f"{_about(by_rank[roots[0]])}{for_what}")
+    # No host stays in a collective that does not block it.
+    if (stuck := [v.rank for v in views if v.runs_ahead and v.waits_in is not None]) and len(stuck) < len(views):
+        return Diagnosis(tuple(stuck), False, _about(by_rank[stuck[0]]))
     if aborted := [view.rank for view in views if _aborted(view)]:
         return Diagnosis(tuple(aborted), True, _about(by_rank[aborted[0]]))
     return _deadlock(views)

@@ -114,6 +114,13 @@ def test_chains_go_over_ranks_that_wait_on_the_host_and_on_the_device() -> None:
     assert diagnose(views).culprits == (3,)
 
 
+def test_a_host_that_stays_in_a_collective_is_to_blame_where_it_should_run_ahead() -> None:
+    views = [ahead(0, works(Kind.DEVICE), done=(ended("tp", 4),)), ahead(1, works(), waits("tp", 4))]
+    assert diagnose(views).culprits == (1,)
+    assert "all_reduce 4 over tp" in diagnose(views).reason
+    assert diagnose([ahead(n, waits("tp", 4)) for n in range(2)]).culprits == ()
+
+
 def test_nobody_is_behind_where_all_have_started_the_same() -> None:
     views = [ahead(n, works(Kind.DEVICE), done=(ended("tp", 4),)) for n in range(2)]
     assert diagnose(views).culprits == ()
