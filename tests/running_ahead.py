@@ -24,11 +24,26 @@ _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.untyped_storage}
 """Functions that read memory without an operation."""
 
 
+class _Once:
+    """A work that is waited for once: gloo's reduce-scatter copies its result at each wait."""
+
+    def __init__(self, work: Any) -> None:
+        self._work: Any = work
+
+    def wait(self) -> bool:
+        """Wait, and tell if there was anything to wait for."""
+        work, self._work = self._work, None
+        had_to = work is not None and not work.is_completed()
+        if work is not None:
+            _wait(work)
+        return had_to
+
+
 class _InFlight(threading.local):
     """Collectives of this thread that have not ended, by the memory that they use; none without a mode."""
 
     def __init__(self) -> None:
-        self.works: dict[int, list[Any]] | None = None
+        self.works: dict[int, list[_Once]] | None = None
         self.waits = 0
 
     def arrive(self, tensors: Sequence[Tensor] | None = None) -> None:
@@ -37,8 +52,7 @@ class _InFlight(threading.local):
         keys = list(self.works) if tensors is None else [_memory(x) for x in tensors]
         for key in keys:
             for work in self.works.pop(key, ()):
-                self.waits += not work.is_completed()
-                _wait(work)
+                self.waits += work.wait()
 
 
 _in_flight, _wait = _InFlight(), dist.Work.wait
@@ -66,7 +80,7 @@ class _Operations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             boxed = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.ScriptObject)]
-            for work in map(dist.Work.unbox, boxed):
+            for work in map(_Once, map(dist.Work.unbox, boxed)):
                 for x in tensors:
                     _in_flight.works.setdefault(_memory(x), []).append(work)  # type: ignore[union-attr]
         return out

@@ -20,7 +20,7 @@ class CollectiveTraits:
         timeout: default limit for a collective.
         is_done_waits: True if asking whether a collective or message has finished blocks until it has.
         connects_at_first_use: True if the members of a group connect only at its first collective.
-        exit_waits: True if a process that ends waits, without a limit, for the other members of its groups.
+        exit_waits: True if a process that ends waits, without a limit or for long, for the other members of its groups.
         needs_equal_nodes: True if a group must have equally many ranks on every node that it touches.
         wait_blocks: True if the host blocks in the wait for a collective; otherwise only the current stream waits, and
             the host goes on until it needs a result.
@@ -39,6 +39,7 @@ class CollectiveTraits:
 
 # In a first step on Gaudi a rank may compile graphs for longer than 20 minutes while others already wait for it.
 _HCCL = CollectiveTraits(timedelta(minutes=60), True, True, True, True)
+_NCCL = CollectiveTraits(connects_at_first_use=True, exit_waits=True)
 _GLOO = CollectiveTraits(wait_blocks=True, copies_pieces=True)
 
 _SPARE = timedelta(minutes=1)
@@ -48,7 +49,7 @@ _DUMPS = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 
 def collective_traits(device: torch.device) -> CollectiveTraits:
     """Behaviour of the collectives of a device's own backend."""
-    known = {HPU.type: _HCCL, CPU.type: _GLOO}
+    known = {HPU.type: _HCCL, CUDA.type: _NCCL, CPU.type: _GLOO}
     return known.get(device.type, CollectiveTraits())
 
 

@@ -181,7 +181,7 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
     detail, error = (file[name].decode(errors="replace") for name in ("detail", "error"))
     state, host, device = State(number), str(about.get("host", "")), str(about.get("device", ""))
     under_way, last = _actions(file, ["", *groups], detail, has_failed=state in (State.RAISED, State.LOST))
-    process = Process(ProcessState(seen), status) if seen else Process(ProcessState.RUNNING)
+    process = Process(ProcessState(seen), status or None) if seen else Process(ProcessState.RUNNING)
     begun_in = dict(zip(groups, file["threads"]["counts"].sum(0).tolist()[1:], strict=False))
     if live and host in ("", socket.gethostname()):
         process = _inspected(pid, start, process)

@@ -2,7 +2,7 @@
 
 One rank of eight hangs in its loader, in a callback or in a collective, dies, or raises; or another is aborted, as by
 NCCL's watchdog, because of a hang. ``tests/running_ahead.py`` has the backend. Each layout also trains, saves and goes
-on, with the losses of ordinary CPU ranks.
+on, with the losses of ordinary CPU ranks, up to the order of sums.
 
 Run: ``python tests/crash/hanging_ahead.py [--ranks 8] [--rounds 2] [--only tp/loader]``; it ends with a count.
 """
@@ -127,11 +127,11 @@ class Model(GPTModule):
             self.blow("callback")
 
 
-def abort_soon(mark: Path) -> None:
-    """End this process as NCCL's watchdog does, once another rank hangs."""
+def abort_soon(mark: Path, timeout: float) -> None:
+    """End this process as NCCL's watchdog does, when another rank has been hanging for long."""
     while not mark.exists():
         time.sleep(0.1)
-    time.sleep(3.0)
+    time.sleep(timeout * 0.8)
     os.abort()
 
 
@@ -145,7 +145,7 @@ def work(case: Case, rank: int, port: int, folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     mark = folder / "struck"
     if case.kind == "abort" and rank == (case.victim + 1) % case.ranks:
-        threading.Thread(target=abort_soon, args=(mark,), daemon=True).start()
+        threading.Thread(target=abort_soon, args=(mark, case.timeout), daemon=True).start()
     blow = Blow(case, rank, mark)
     seed_everything(7, verbose=False)
     log = Recorder()
@@ -187,7 +187,7 @@ def start(case: Case, folder: Path, steps: int = 4) -> list[BaseProcess]:
 
 def said(folder: Path) -> str:
     """End of what each rank has printed."""
-    return "\n".join(f"--- {path.name} ---\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("output-*")))
+    return "\n".join(f"--- {path.name} ---\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("output-*")))
 
 
 def joined(processes: list[BaseProcess], folder: Path) -> None:
@@ -219,7 +219,8 @@ def hangs(case: Case, folder: Path) -> None:
                 process.kill()
                 process.join()
     assert (folder / "struck").exists(), said(folder)
-    blamed = re.findall(r"First to blame: rank (\d+)", said(folder))
+    whole = "".join(path.read_text() for path in folder.glob("output-*"))
+    blamed = re.findall(r"First to blame: rank (\d+)", whole)
     assert blamed[:1] == [str(case.victim)], f"blamed {blamed}\n{said(folder)}"
     afterwards = diagnose(read_run(runs_below(folder)[0], live=False))
     assert afterwards.culprits[:1] == (case.victim,), afterwards
@@ -229,7 +230,8 @@ def trains(case: Case, folder: Path) -> None:
     """Train, save and go on, with the losses of ranks whose host blocks.
 
     Raises:
-        AssertionError: if a loss differs in a bit.
+        AssertionError: if a loss differs by more than another order of sums explains: gloo's own reduce-scatter adds up
+            in a ring, as a device's does.
     """
     found = []
     for ahead in (True, False):
@@ -238,18 +240,18 @@ def trains(case: Case, folder: Path) -> None:
             processes = start(replace(case, ahead=ahead, timeout=PATIENCE), own, steps)
             joined(processes, own)
             assert {process.exitcode for process in processes} == {0}, said(own)
-        found.append((own / "losses").read_text().split())
-    assert len(found[0]) >= 6, found
-    assert found[0] == found[1], found
+        found.append([float.fromhex(word) for word in (own / "losses").read_text().split()])
+    assert len(found[0]) == 6, found
+    torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-5, atol=0.0)
 
 
 def cases(ranks: int, rounds: int) -> Iterator[Case]:
     """All of them; victims take turns."""
-    yield from (Case(layout, ranks=ranks) for layout in LAYOUTS)
     for turn in range(rounds):
         for n, layout in enumerate(LAYOUTS):
             for k, kind in enumerate(KINDS):
                 yield Case(layout, kind, (n + k + 3 * turn) % ranks, ranks)
+    yield from (Case(layout, ranks=ranks) for layout in LAYOUTS)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_in_place
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.comm.objects import all_gather_object, barrier, broadcast_pickled
+from lightning_megatron.comm.p2p import greet_neighbours
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import described
@@ -199,7 +200,7 @@ class JobRanks:
         return ParallelMesh.create(self.job.layout, own.root_device, self.timeout, self.recorder)
 
     def register_end(self) -> None:
-        """Register the exit hook of this process, on devices whose software waits for other ranks at exit."""
+        """Register the exit hook of this process, on devices whose processes must end together."""
         if dist.is_initialized() and devices.collective_traits(self.strategy.root_device).exit_waits:
             self.end.register()
 
@@ -214,11 +215,19 @@ class JobRanks:
         ):
             return
         cards = all_gather_object(mesh, devices.card_variables())
-        rank_zero_info(f"cards of the ranks: {devices.describe_cards(cards)}")
+        if any(cards):
+            rank_zero_info(f"cards of the ranks: {devices.describe_cards(cards)}")
         mesh.connect()
-        for axis in mesh.device_axes:
-            seconds = mesh.connect_seconds[axis.name]
-            rank_zero_info(f"{axis.name} ({axis.size} ranks): the first collective took {seconds:.1f} s")
+        rings = {mesh.pp: mesh.layout.vpp > 1} | ({mesh.cp: True} if mesh.layout.cp_comm_type == "p2p" else {})
+        for axis, is_ring in rings.items():
+            if axis.size > 1:
+                with mesh.connecting(f"{axis.name} messages"):
+                    greet_neighbours(axis, self.strategy.root_device, is_ring)
+        for name, seconds in mesh.connect_seconds.items():
+            axis = getattr(mesh, name.partition(" ")[0])
+            what = "messages" if "messages" in name else "collective"
+            free = f", and {mesh.free_bytes[name] / (1 << 30):.1f} GiB are free" if name in mesh.free_bytes else ""
+            rank_zero_info(f"{axis.name} ({axis.size} ranks): the first {what} took {seconds:.1f} s{free}")
 
     def agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""

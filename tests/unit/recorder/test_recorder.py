@@ -283,6 +283,12 @@ def test_files_keep_their_layout_and_one_of_another_version_is_not_read(tmp_path
     assert read_rank(tmp_path, 0) is None
 
 
+def test_the_exit_status_of_a_rank_that_nobody_knows_stays_unknown(tmp_path: Path) -> None:
+    opened(tmp_path)
+    note_process_state(tmp_path, 0, ProcessState.DEAD, 0)
+    assert view_of(tmp_path).process == Process(ProcessState.DEAD)
+
+
 def test_a_long_text_keeps_its_end_and_any_text_can_be_written(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
     recorder.set_state(State.RAISED, f"Caught ValueError in a worker {'é' * 1000} \ud800 ValueError: on purpose")
