@@ -40,8 +40,7 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
         waiting = next(actions, None)
         for_what = "" if waiting is None else f": others wait for it in {waiting}"
         return Diagnosis(tuple(roots), False, f"{_about(by_rank[roots[0]])}{for_what}")
-    # No host stays in a collective that does not block it.
-    if (stuck := [v.rank for v in views if v.runs_ahead and v.waits_in is not None]) and len(stuck) < len(views):
+    if stuck := _stuck(views):
         return Diagnosis(tuple(stuck), False, _about(by_rank[stuck[0]]))
     if aborted := [view.rank for view in views if _aborted(view)]:
         return Diagnosis(tuple(aborted), True, _about(by_rank[aborted[0]]))
@@ -56,6 +55,12 @@ def _failed(views: Sequence[RankView]) -> list[int]:
     stopped = [view for view in views if view.is_stopped]
     absent = [] if any(map(_has_met, views)) else [view for view in views if view.state is None]
     return [view.rank for view in (*ended, *stopped, *absent)]
+
+
+def _stuck(views: Sequence[RankView]) -> list[int]:
+    """Ranks whose host stays in a collective that should not block it, unless all do."""
+    found = [view.rank for view in views if view.runs_ahead and view.waits_in is not None]
+    return found if len(found) < len(views) else []
 
 
 def _deadlock(views: Sequence[RankView]) -> Diagnosis:
