@@ -68,7 +68,6 @@ class PeerWatch:
         before_end: function to call before this process is ended; it ends the processes that this one has launched.
         children: function that returns the exit status of each launched rank that failed, negative for a signal.
         launcher: id of the parent process without which this one is to end; ``None`` if it may outlive its parent.
-        runs_ahead: True if this rank's host does not block in collectives: then it may wait for others anywhere.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class PeerWatch:
         before_end: Callable[[], None],
         children: Callable[[], Mapping[int, int]],
         launcher: int | None = None,
-        runs_ahead: bool = False,
     ) -> None:
         assert recorder.folder is not None
         self._recorder, self._rank, self._timeout = recorder, rank, timeout
@@ -92,7 +90,7 @@ class PeerWatch:
         self._remote = deque(FailureProbe(self._folder, other) for other in others if other not in local)
         self._failed: FailureProbe | None = None
         self._before_end, self._children, self._launcher = before_end, children, launcher
-        self._runs_ahead, self._looked = runs_ahead, 0.0
+        self._looked = 0.0
         self._patience = GRACE
         self._over = threading.Event()
         self._reporting = threading.Lock()
@@ -215,11 +213,12 @@ class PeerWatch:
         Its host then waits for the device outside of a recorded action, such as in a progress bar.
         """
         idle, now = (time.time_ns() - self._recorder.main.active) / 1e9, time.monotonic()
-        if not self._runs_ahead or idle < self._timeout + LATE or now - self._looked < AGAIN:
+        if idle < self._timeout + LATE or now - self._looked < AGAIN:
             return False
         self._looked = now
         by_rank = {view.rank: view for view in self.views()}
-        return self._rank in by_rank and bool(unmet(by_rank[self._rank], by_rank))
+        own = by_rank.get(self._rank)
+        return own is not None and own.runs_ahead and bool(unmet(own, by_rank))
 
     def _failed_peer(self) -> FailureProbe | None:
         """First failed rank, if any, among those of this host and the next few of other hosts."""

@@ -154,8 +154,7 @@ class ActionRecord:
             children = self._end_children, self._dead_children
             # torchrun ends its ranks, unless it is killed itself: then they would train on, out of anybody's sight.
             launcher = os.getppid() if dist.is_torchelastic_launched() else None
-            more = *children, launcher, self._runs_ahead
-            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *more)
+            self._watch = PeerWatch(self._recorder, rank, local, strategy.world_size, seconds, *children, launcher)
             if self._makes_group:  # else this process is not ended by force
                 self._watch.start()
 

@@ -153,7 +153,7 @@ def test_a_host_that_runs_ahead_is_ended_where_others_do_not_come(
         for group, count in zip(groups, (300, 4 if rank == 0 or others_come else 3), strict=True):
             for _ in range(count):
                 recorder.main.end(recorder.main.begin(Kind.ALL_REDUCE, group))
-    peers = PeerWatch(recorders[0], 0, range(2), 2, 5.0, lambda: None, dict, None, True)
+    peers = PeerWatch(recorders[0], 0, range(2), 2, 5.0, lambda: None, dict)
     assert peers._trouble() == (None, 0.0)
     clock, later = time.time_ns, 10 * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: clock() + later)
