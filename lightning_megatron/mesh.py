@@ -11,8 +11,8 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -198,6 +198,7 @@ class ParallelMesh:
         host: all ranks, over the group for objects and for tensors in host memory.
         recorder: recorder of this rank's actions.
         connect_seconds: seconds of each group's first collective, by axis, if :meth:`connect` was called.
+        free_bytes: free memory of the device after it, by axis; empty on a CPU.
         rehearsed: facts about the other ranks in a rehearsal; ``None`` in a run.
 
     Args:
@@ -246,6 +247,7 @@ class ParallelMesh:
         self.host = recorded(replace(self.world, name="host", group=groups.get("host")))
         self._background = self.recorder.group("background", self.world.ranks)
         self.connect_seconds: dict[str, float] = {}
+        self.free_bytes: dict[str, int] = {}
         self.rehearsed: RehearsedRanks | None = None
 
     @property
@@ -283,7 +285,7 @@ class ParallelMesh:
             if members not in built:
                 mine = None
                 for ranks in members:
-                    group = dist.new_group(list(ranks), timeout=timeout)
+                    group = dist.new_group(list(ranks), timeout=devices.backend_timeout(device, timeout))
                     mine = group if rank in ranks else mine
                 built[members] = mine
             return built[members]
@@ -317,14 +319,23 @@ class ParallelMesh:
             RuntimeError: if a sum is wrong.
         """
         for axis in self.device_axes:
-            begun = time.monotonic()
-            counted = axis.call(Kind.ALL_REDUCE).run(_count_members, axis.group, self.rng.device)
-            self.connect_seconds[axis.name] = time.monotonic() - begun
+            with self.connecting(axis.name):
+                counted = axis.call(Kind.ALL_REDUCE).run(_count_members, axis.group, self.rng.device)
             if counted != axis.size:
                 raise RuntimeError(
                     f"the first sum over {axis.name} (ranks {list(axis.ranks)}) is wrong: {axis.size} ranks gave 1 "
                     f"each, and the sum is {counted:g}. The network or a device is at fault, not the model"
                 )
+
+    @contextmanager
+    def connecting(self, name: str) -> Iterator[None]:
+        """Note how long the context, in which ranks connect, takes, and the device's memory after it."""
+        begun = time.monotonic()
+        yield
+        self.connect_seconds[name] = time.monotonic() - begun
+        free = None if self.rng.device is None else devices.free_memory_bytes(self.rng.device)
+        if free is not None:
+            self.free_bytes[name] = free
 
     @property
     def shard_ranks(self) -> ShardRanks:

@@ -27,10 +27,12 @@ from lightning_megatron.device.cards import (
 )
 from lightning_megatron.device.collectives import (
     CollectiveTraits,
+    backend_timeout,
     barrier_device_ids,
     collective_backends,
     collective_traits,
     connect_on_demand,
+    keep_flight_records,
     order_launches,
 )
 from lightning_megatron.device.execution import (
@@ -71,6 +73,7 @@ from lightning_megatron.device.memory import (
     copy_alone,
     copy_to_device,
     copy_to_host,
+    free_memory_bytes,
     host_memories,
     host_memory,
     is_out_of_memory,
@@ -96,6 +99,7 @@ __all__ = [
     "adds_products",
     "allowed_modules",
     "as_result",
+    "backend_timeout",
     "barrier_device_ids",
     "begin_read",
     "best_available",
@@ -120,6 +124,7 @@ __all__ = [
     "drop_default_address",
     "enable_gpu_migration",
     "fp8_arithmetic",
+    "free_memory_bytes",
     "has_bf16_arithmetic",
     "host_memories",
     "host_memory",
@@ -128,6 +133,7 @@ __all__ = [
     "is_allowed",
     "is_lazy",
     "is_out_of_memory",
+    "keep_flight_records",
     "keep_freed_memory",
     "keep_recipes",
     "kind_of",

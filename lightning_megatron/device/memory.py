@@ -79,6 +79,11 @@ def memory_of_device(device: torch.device, *, is_taken: bool) -> int | None:
     return int(module.get_device_properties(device).total_memory)
 
 
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Memory of a device that no process has taken; ``None`` for a CPU."""
+    return None if device.type == CPU.type else int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
 _OUT_OF_MEMORY = "MODULE:PT_DEVMEM Allocation failed"
 """Words of Gaudi's bridge, in a plain RuntimeError."""
 

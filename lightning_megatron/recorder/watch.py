@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose
+from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose, unmet
 from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.process import Process, ProcessState
 from lightning_megatron.recorder.reading import FailureProbe, RankView, read_run
@@ -40,6 +40,8 @@ SETTLES = 1.0
 """Most seconds that a rank which has lost a peer waits for the system to show that the peer is dead or stopped."""
 LONG = 3.0
 """Seconds of waiting for others after which a rank checks more files of other hosts."""
+AGAIN = 10.0
+"""Least seconds between two searches for ranks that keep the device of an inactive rank waiting."""
 ENDING = 600.0
 """Most seconds for the hooks and teardown of a rank that has raised an error; less if the timeout is shorter."""
 REMOTE = 2
@@ -92,6 +94,7 @@ class PeerWatch:
         self._turns = rank * self._share % 1  # ranks of a large job have theirs at different checks
         self._failed: FailureProbe | None = None
         self._before_end, self._children, self._launcher = before_end, children, launcher
+        self._looked = 0.0
         self._patience = GRACE
         self._over = threading.Event()
         self._reporting = threading.Lock()
@@ -206,9 +209,22 @@ class PeerWatch:
             return f"rank {failed.rank} has failed", self._patience
         if self._launcher not in (None, os.getppid()):
             return f"process {self._launcher}, which launched it, has ended", self._patience
-        if self._waited > self._timeout + LATE:
+        if self._waited > self._timeout + LATE or self._waits_unseen():
             return f"other ranks have kept it waiting for more than {self._timeout:.0f} s", 0.0
         return None, 0.0
+
+    def _waits_unseen(self) -> bool:
+        """True if this rank has been inactive for too long, while others have not come to what it has started.
+
+        Its host then waits for the device outside of a recorded action, such as in a progress bar.
+        """
+        idle, now = (time.time_ns() - self._recorder.main.active) / 1e9, time.monotonic()
+        if idle < self._timeout + LATE or now - self._looked < AGAIN:
+            return False
+        self._looked = now
+        by_rank = {view.rank: view for view in self.views()}
+        own = by_rank.get(self._rank)
+        return own is not None and own.runs_ahead and bool(unmet(own, by_rank))
 
     def _failed_peer(self) -> FailureProbe | None:
         """First failed rank, if any, among those of this host and the next few of other hosts."""

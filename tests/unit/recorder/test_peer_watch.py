@@ -166,6 +166,37 @@ def test_a_look_comes_when_a_collective_is_due(ranks: list[Recorder], monkeypatc
     assert patience == 0.0
 
 
+def test_a_wait_for_the_device_counts_as_one_for_other_ranks(ranks: list[Recorder]) -> None:
+    with ranks[0].main.during(Kind.DEVICE):
+        assert ranks[0].main.waiting_since
+    assert not ranks[0].main.waiting_since
+
+
+@pytest.mark.parametrize("others_come", [False, True])
+def test_a_host_that_runs_ahead_is_ended_where_others_do_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_come: bool
+) -> None:
+    """The wait is in a place that nothing records; rank 0 has begun more than the ring of its last actions holds."""
+    recorders = [Recorder() for _ in range(2)]
+    for rank, recorder in enumerate(recorders):
+        recorder.open(tmp_path, rank, 2)
+        groups = recorder.group("tp", [0, 1]), recorder.group("dp", [0, 1])
+        recorder.describe({"host": socket.gethostname(), "runs_ahead": True, "timeout": 5.0})
+        for group, count in zip(groups, (300, 4 if rank == 0 or others_come else 3), strict=True):
+            for _ in range(count):
+                recorder.main.end(recorder.main.begin(Kind.ALL_REDUCE, group))
+    peers = PeerWatch(recorders[0], 0, range(2), 2, 5.0, lambda: None, dict)
+    assert peers._trouble() == (None, 0.0)
+    clock, later = time.time_ns, 10 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + later)
+    monkeypatch.setattr(peers, "_looked", -watch.AGAIN)
+    reason, _ = peers._trouble()
+    assert (reason is None) == others_come
+    assert reason is None or "kept it waiting" in reason
+    for recorder in recorders:
+        recorder.close()
+
+
 @pytest.mark.parametrize("state", [State.RAISED, State.LOST])
 def test_a_rank_that_has_failed_and_hangs_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: State
