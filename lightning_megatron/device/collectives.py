@@ -43,10 +43,10 @@ _HCCL = CollectiveTraits(timedelta(minutes=60), True, True, True, True)
 _NCCL = CollectiveTraits(connects_at_first_use=True, exit_waits=True)
 _GLOO = CollectiveTraits(wait_blocks=True, copies_pieces=True)
 
+_MANY_RANKS = 64
 _SPARE = timedelta(minutes=1)
 _DUMPS = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Variables for the files of torch's flight recorder, the second one for older torch."""
-_MANY_RANKS = 64
 
 
 def collective_traits(device: torch.device) -> CollectiveTraits:

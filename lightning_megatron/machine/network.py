@@ -99,7 +99,7 @@ def gloo_interface(main: str = _ELSEWHERE, variables: Mapping[str, str] = os.env
         main: machine where ranks meet.
         variables: environment variables; a value of the user stays as it is.
     """
-    host, interfaces, subject = socket.gethostname(), own_interfaces(), "address for gloo"
+    host, interfaces, subject = socket.gethostname(), own_interfaces(), "address of this machine"
     if VARIABLE in variables:
         return None, Finding(subject, f"{VARIABLE}={variables[VARIABLE]}")
     if not interfaces or (bad := unreachable(addresses_of(host), interfaces)) is None:

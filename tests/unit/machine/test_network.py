@@ -112,4 +112,4 @@ def test_two_nodes_that_meet_at_a_second_loopback_address_use_its_interface(tmp_
         out, errors = node.communicate(timeout=900)
         assert node.returncode == 0, errors
         assert json.loads(out.splitlines()[-1]) == network.own_interfaces()["127.0.0.1"]
-        assert "address for gloo: lo in a job on several machines, since" in errors
+        assert "address of this machine: lo in a job on several machines, since" in errors
