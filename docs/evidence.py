@@ -1,7 +1,7 @@
 """Write docs/evidence.md from evidence.yaml: ``python docs/evidence.py``; a test holds that it is up to date.
 
-``python docs/evidence.py --ran REPORT.xml`` keeps date, commit and counts of a run of all tests, in last-run.yaml:
-``make test-all PYTEST="--junitxml REPORT.xml"`` writes the report.
+``python docs/evidence.py --ran REPORT.xml ...`` keeps date, commit and counts of a run of all tests, in last-run.yaml.
+``make test-all PYTEST="--junitxml REPORT.xml"`` writes the report; with ``PART=1/4`` it writes that of one part.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -98,14 +98,14 @@ def ran(run: Mapping[str, Any]) -> str:
     return f"All tests ran last on {run['date']}, at commit `{run['commit']}`: {counts}."
 
 
-def read_report(report: Path, commit: str) -> dict[str, Any]:
+def read_reports(reports: Sequence[Path], commit: str) -> dict[str, Any]:
     """Date, commit and counts of a run of pytest.
 
     Args:
-        report: its JUnit XML.
+        reports: JUnit XML of each part.
         commit: hash of what ran.
     """
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    suites = [suite for report in reports for suite in ElementTree.parse(report).getroot().iter("testsuite")]
     kinds = ("tests", "failures", "errors", "skipped")
     count = {kind: sum(int(suite.get(kind, 0)) for suite in suites) for kind in kinds}
     failed = count["failures"] + count["errors"]
@@ -131,10 +131,12 @@ def _files(entry: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ran", type=Path, metavar="REPORT.xml", help="report of a run of all tests, at this commit")
+    parser.add_argument(
+        "--ran", type=Path, nargs="+", metavar="REPORT.xml", help="reports of a run of all tests, at this commit"
+    )
     options = parser.parse_args()
     if options.ran:
         words = ["git", "-C", str(HERE), "rev-parse", "--short=10", "HEAD"]
         commit = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
-        LAST_RUN.write_text(yaml.safe_dump(read_report(options.ran, commit), sort_keys=False))
+        LAST_RUN.write_text(yaml.safe_dump(read_reports(options.ran, commit), sort_keys=False))
     PAGE.write_text(page())

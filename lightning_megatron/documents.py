@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatron.device import compiles_fixed_shapes
+from lightning_megatron.device import compiles_fixed_shapes, copy_to_device
 from lightning_megatron.errors import Problem
 
 NO_DOCUMENT = 0
@@ -157,11 +157,24 @@ class _Plan(NamedTuple):
         queries: ``[n]`` row indices into ``[S B, ...]``, call after call.
         keys: ``[m]`` likewise.
         calls: queries, keys and position of the first query of a document, and number of documents, of each call.
+        bounds: bounds of the calls' queries and keys, ``[calls + 1]`` int32 each; empty where no kernel takes them.
     """
 
     queries: Tensor
     keys: Tensor
     calls: tuple[tuple[tuple[int, int, int], int], ...]
+    bounds: tuple[Tensor, ...]
+
+    def gather(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Rows of queries, keys and values in the order of the calls."""
+        # Each operand is gathered once, so its backward is one scatter; a slice per document adds up full gradients.
+        pairs = (q, self.queries), (k, self.keys), (v, self.keys)
+        return [x.flatten(0, 1).index_select(0, rows) for x, rows in pairs]
+
+    def scatter(self, rows: Tensor, length: int, batch: int) -> Tensor:
+        """``[S, B, ...]`` from rows in the order of the queries; 0 for padding."""
+        out = rows.new_zeros(length * batch, *rows.shape[1:]).index_copy(0, self.queries, rows)
+        return out.unflatten(0, (length, batch))
 
 
 @torch.compiler.disable  # lengths differ from batch to batch: each would be a graph of its own
@@ -196,33 +209,74 @@ def attend_documents(
     plan = _plan(documents, range(first_query, first_query + length), len(k), q.device)
     if not plan.calls:
         return _nothing(q, k, v, how.get("sinks"))
-    # Each operand is gathered once, so its backward is one scatter; a slice per document would add up full gradients.
-    parts = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, plan.queries), (k, plan.keys), (v, plan.keys))]
+    parts = plan.gather(q, k, v)
     q_sizes, k_sizes = ([shape[side] * count for shape, count in plan.calls] for side in (0, 1))
     of_calls = (part.split(sizes) for part, sizes in zip(parts, (q_sizes, k_sizes, k_sizes), strict=True))
     outs = []
     for ((_, _, first), count), *rows in zip(plan.calls, *of_calls, strict=True):
         beside = (x.unflatten(0, (-1, count)) for x in rows)  # [L, documents, heads, D]
         outs.append(core(*beside, causal=True, first_query=first, **how).flatten(0, 1))
-    found = torch.cat(outs)
-    out = found.new_zeros(length * batch, *found.shape[1:]).index_copy(0, plan.queries, found)
-    return out.unflatten(0, (length, batch))
+    return plan.scatter(torch.cat(outs), length, batch)
 
 
-def _plan(documents: Documents, queries: range, keys: int, device: torch.device) -> _Plan:
-    """Plan for a range of queries and the first ``keys`` keys, with one call for each shape of a block."""
-    asked = queries, keys, device
+def attend_at_once(
+    kernel: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    documents: Documents,
+    causal: bool = True,
+    first_query: int = 0,
+) -> Tensor:
+    """:func:`attend_documents` by one call of a kernel that takes the bounds of all documents.
+
+    Args:
+        kernel: function of queries, keys and values ``[tokens, heads, features]``, bounds of the documents' queries
+            and keys, ``[n + 1]`` int32, and the largest numbers of queries and keys. The last query of a document is
+            aligned with its last key.
+        q: ``[S, B, N, D]``.
+        k: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``.
+        documents: documents of the batch.
+        causal: must be True.
+        first_query: position of the first query among the keys.
+    """
+    assert causal
+    length, batch = q.shape[:2]
+    plan = _plan(documents, range(first_query, first_query + length), len(k), q.device, together=False)
+    if not plan.calls:
+        return _nothing(q, k, v, None)
+    longest = (max(shape[side] for shape, _ in plan.calls) for side in (0, 1))
+    return plan.scatter(kernel(*plan.gather(q, k, v), *plan.bounds, *longest), length, batch)
+
+
+def _plan(documents: Documents, queries: range, keys: int, device: torch.device, together: bool = True) -> _Plan:
+    """Plan for a range of queries and the first ``keys`` keys.
+
+    Args:
+        documents: documents of the batch.
+        queries: positions of the queries.
+        keys: number of keys.
+        device: device of the indices.
+        together: True for one call for each shape of a block, False for documents one after another.
+    """
+    asked = queries, keys, device, together
     if asked not in documents.plans:
-        by_shape: dict[tuple[int, int, int], list[DocumentBlock]] = {}
-        for meeting in documents.meetings(queries, range(keys)):
-            by_shape.setdefault(meeting.shape, []).append(meeting)
+        by_shape: dict[tuple[int, ...], list[DocumentBlock]] = {}
+        for number, meeting in enumerate(documents.meetings(queries, range(keys))):
+            by_shape.setdefault(meeting.shape if together else (number,), []).append(meeting)
         batch = len(documents.spans)
         of_queries = [_rows([(m.queries, m.sequence) for m in same], batch) for same in by_shape.values()]
         of_keys = [_rows([(m.keys, m.sequence) for m in same], batch) for same in by_shape.values()]
-        calls = tuple((shape, len(same)) for shape, same in by_shape.items())
+        calls = tuple((same[0].shape, len(same)) for same in by_shape.values())
         none = torch.zeros(0, dtype=torch.int64)
-        queries_first, keys_first = (torch.cat([none, *rows]).to(device) for rows in (of_queries, of_keys))
-        documents.plans[asked] = _Plan(queries_first, keys_first, calls)
+        queries_first, keys_first = (copy_to_device(torch.cat([none, *rows]), device) for rows in (of_queries, of_keys))
+        lengths = torch.tensor([(0, 0), *(shape[:2] for shape, _ in calls)], dtype=torch.int32)
+        bounds = (
+            () if together else copy_to_device(lengths.cumsum(0, dtype=torch.int32).t().contiguous(), device).unbind()
+        )
+        documents.plans[asked] = _Plan(queries_first, keys_first, calls, bounds)
     return documents.plans[asked]
 
 

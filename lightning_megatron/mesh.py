@@ -11,8 +11,8 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -70,7 +70,7 @@ def axis_groups(layout: ParallelLayout) -> dict[str, Sequence[tuple[int, ...]]]:
     """All groups of ranks of each axis, by its name; for ``embedding`` without the ranks of inner stages."""
     dense, expert = dense_grid(layout), expert_grid(layout)
     found: dict[str, Sequence[tuple[int, ...]]] = {name: rank_groups(dense, [name]) for name in dense}
-    found |= {f"{a}_{b}": rank_groups(dense, [a, b]) for a, b in (("dp", "cp"), ("tp", "cp"), ("dp", "pp"))}
+    found["dp_cp"] = rank_groups(dense, ["dp", "cp"])
     found |= {name: rank_groups(expert, [name]) for name in ("etp", "ep", "edp")}
     found["etp_ep"] = rank_groups(expert, ["etp", "ep"])
     found["embedding"] = pipeline_ends(layout)
@@ -190,8 +190,6 @@ class ParallelMesh:
         etp_ep: expert tensor and expert parallel: the ranks that together hold every expert once (the group of token
             dispatch).
         dp_cp: data and context parallel: the ranks that share gradients and optimizer state of dense layers.
-        tp_cp: tensor and context parallel: the ranks that share the tokens of a sequence.
-        dp_pp: data and pipeline parallel: the ranks that together process every sample once.
         embedding: first and last stage of this rank's pipeline, which share tied embeddings; for a rank of any other
             stage, that rank alone.
         world: all ranks.
@@ -200,6 +198,7 @@ class ParallelMesh:
         host: all ranks, over the group for objects and for tensors in host memory.
         recorder: recorder of this rank's actions.
         connect_seconds: seconds of each group's first collective, by axis, if :meth:`connect` was called.
+        free_bytes: free memory of the device after it, by axis; empty on a CPU.
         rehearsed: facts about the other ranks in a rehearsal; ``None`` in a run.
 
     Args:
@@ -239,8 +238,6 @@ class ParallelMesh:
         self.dp = axis("dp")
         self.pp = axis("pp")
         self.dp_cp = axis("dp_cp")
-        self.tp_cp = axis("tp_cp")
-        self.dp_pp = axis("dp_pp")
         self.embedding = axis("embedding")
         self.etp = axis("etp")
         self.ep = axis("ep")
@@ -250,6 +247,7 @@ class ParallelMesh:
         self.host = recorded(replace(self.world, name="host", group=groups.get("host")))
         self._background = self.recorder.group("background", self.world.ranks)
         self.connect_seconds: dict[str, float] = {}
+        self.free_bytes: dict[str, int] = {}
         self.rehearsed: RehearsedRanks | None = None
 
     @property
@@ -287,7 +285,7 @@ class ParallelMesh:
             if members not in built:
                 mine = None
                 for ranks in members:
-                    group = dist.new_group(list(ranks), timeout=timeout)
+                    group = dist.new_group(list(ranks), timeout=devices.backend_timeout(device, timeout))
                     mine = group if rank in ranks else mine
                 built[members] = mine
             return built[members]
@@ -303,7 +301,7 @@ class ParallelMesh:
     @property
     def device_axes(self) -> tuple[Axis, ...]:
         """One axis for each group for tensors of the device that this rank is in, in the order of their creation."""
-        dense = (self.world, self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.tp_cp, self.dp_pp, self.embedding)
+        dense = (self.world, self.tp, self.cp, self.dp, self.pp, self.dp_cp, self.embedding)
         found: dict[int, Axis] = {}
         for axis in (*dense, self.etp, self.ep, self.edp, self.etp_ep):
             if axis.group is not None:
@@ -321,14 +319,23 @@ class ParallelMesh:
             RuntimeError: if a sum is wrong.
         """
         for axis in self.device_axes:
-            begun = time.monotonic()
-            counted = axis.call(Kind.ALL_REDUCE).run(_count_members, axis.group, self.rng.device)
-            self.connect_seconds[axis.name] = time.monotonic() - begun
+            with self.connecting(axis.name):
+                counted = axis.call(Kind.ALL_REDUCE).run(_count_members, axis.group, self.rng.device)
             if counted != axis.size:
                 raise RuntimeError(
                     f"the first sum over {axis.name} (ranks {list(axis.ranks)}) is wrong: {axis.size} ranks gave 1 "
                     f"each, and the sum is {counted:g}. The network or a device is at fault, not the model"
                 )
+
+    @contextmanager
+    def connecting(self, name: str) -> Iterator[None]:
+        """Note how long the context, in which ranks connect, takes, and the device's memory after it."""
+        begun = time.monotonic()
+        yield
+        self.connect_seconds[name] = time.monotonic() - begun
+        free = None if self.rng.device is None else devices.free_memory_bytes(self.rng.device)
+        if free is not None:
+            self.free_bytes[name] = free
 
     @property
     def shard_ranks(self) -> ShardRanks:

@@ -198,8 +198,13 @@ def copy_slice(name: str, param: Tensor, spec: ParamSpec, whole: Tensor, ranks: 
     if tuple(whole.shape) != spec.global_shape:
         raise ValueError(f"{name} is {list(spec.global_shape)}, and the given tensor {list(whole.shape)}")
     box = spec.local_box(tuple(param.shape), ranks)
-    local, part = param.data, whole
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        local, part = local.narrow(dim, 0, size), part.narrow(dim, offset, size)
+    copy_box(
+        param, whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))]
+    )
+
+
+@torch.no_grad()
+def copy_box(param: Tensor, part: Tensor) -> None:
+    """Copy a rank's part of a whole parameter, which begins its slice; the rest of a padded slice becomes zero."""
     param.zero_()
-    local.copy_(part)
+    param.data[tuple(map(slice, part.shape))].copy_(part)

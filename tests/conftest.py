@@ -18,6 +18,8 @@ import selection
 import torch
 from costs import Costs
 from hypothesis import HealthCheck, settings
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only
 from selection import Selection
 
 from lightning_megatron import device
@@ -95,6 +97,15 @@ def _own_temporary_folder(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="lm-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     os.environ["TMPDIR"] = tempfile.tempdir = folder.name
+
+
+@pytest.fixture(autouse=True)
+def _rank_of_lightning() -> Iterator[None]:
+    """A test that takes another rank in this process would silence Lightning's warnings in the tests behind it."""
+    kept = [(each, getattr(each, "rank", None)) for each in (rank_zero_only, pl_rank_zero_only)]
+    yield
+    for each, rank in kept:
+        each.rank = rank  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,34 @@ def receive(out: Tensor, axis: Axis, peer: int) -> None:
     axis.call(Kind.RECEIVE, out, axis.ranks[peer]).run(dist.recv, out, axis.ranks[peer], group=axis.group)
 
 
+def greet_neighbours(axis: Axis, device: torch.device, is_ring: bool) -> None:
+    """Send this rank's position to the next one on the axis, and check the one received.
+
+    Some backends connect each pair of ranks at its first message. Even positions send first, so that nobody waits in a
+    circle if a send blocks until its receive is posted.
+
+    Args:
+        axis: the axis, of at least two ranks.
+        device: device of the messages.
+        is_ring: True if the last position sends to the first one.
+
+    Raises:
+        RuntimeError: if a message is wrong.
+    """
+    own, found = (torch.full((1,), float(axis.rank), device=device) for _ in range(2))
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    for sends in (True, False) if axis.rank % 2 == 0 else (False, True):
+        if sends and (is_ring or after):
+            send(own, axis, after)
+        elif not sends and (is_ring or axis.rank):
+            receive(found, axis, before)
+    if (is_ring or axis.rank) and found.item() != before:
+        raise RuntimeError(
+            f"the first message over {axis.name} is wrong: rank {axis.ranks[before]} sent {before}, and "
+            f"{found.item():g} has come. The network or a device is at fault, not the model"
+        )
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """Bytes of a tensor, flat: a view of a contiguous tensor on the host, otherwise a copy on the host."""
     flat = x.detach().cpu().contiguous()

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import chunks_of, gather_context
-from lightning_megatron.documents import Documents, attend_documents
+from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.attention import attention
-from lightning_megatron.ops.blockwise_attention import blockwise_attention
+from lightning_megatron.ops.attention import attention_in_parts
 
 
 def gathered_attention(
@@ -22,7 +21,7 @@ def gathered_attention(
     k: Tensor,
     v: Tensor,
     axis: Axis,
-    core: Callable[..., Tensor] = attention,
+    core: Callable[..., Tensor] = attention_in_parts,
     *,
     causal: bool = True,
     dropout: float = 0.0,
@@ -38,9 +37,8 @@ def gathered_attention(
     """
     both = gather_context(torch.cat((k, v), dim=-1), axis)  # [S, B, G, D + V]
     keys, values = both.split((k.shape[-1], v.shape[-1]), dim=-1)
-    attend = core if dropout else blockwise_attention
-    if documents is not None:
-        attend = partial(attend_documents, attend, documents=documents)
+    # What is given with documents is ``ops.attention.document_attention``.
+    attend = core if documents is None else partial(core, documents=documents)
     # Some kernels do not accept a key mask.
     masked: dict[str, Any] = {} if key_mask is None else {"key_mask": key_mask}
     if not causal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,11 +14,13 @@ from lightning_megatron.context_parallel.ring import ring_attention
 from lightning_megatron.context_parallel.ulysses import ulysses_attention
 from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.attention import attention
+from lightning_megatron.ops.attention import IN_PARTS
+from lightning_megatron.ops.blockwise_attention import PARTS
+from lightning_megatron.ops.flash.kernel_order import order_in_words
 from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
 
-CoreAttention = Callable[..., Tensor]
+CoreAttention = Callable[..., Any]
 
 
 class ContextAttention(Protocol):
@@ -29,8 +31,8 @@ class ContextAttention(Protocol):
         k: ``[S/R, B, G, D]``.
         v: ``[S/R, B, G, V]``.
         axis: context-parallel ranks.
-        core: attention on one rank. ``a2a`` always calls it, ``all_gather`` with dropout, ``p2p`` never: it merges
-            blocks of keys, and not every kernel returns the log-sum-exp that merging needs.
+        core: attention on one rank; for ``p2p`` a function of the same arguments that returns the kernels of parts,
+            since not every kernel returns the log-sum-exp that merging needs.
         causal: True if a token sees only the tokens before it and itself.
         dropout: probability of dropping an attention weight.
         key_mask: ``[B, S]``, True for keys that are seen, equal on all ranks; ``None`` for all.
@@ -47,7 +49,7 @@ class ContextAttention(Protocol):
         k: Tensor,
         v: Tensor,
         axis: Axis,
-        core: CoreAttention = attention,
+        core: CoreAttention = ...,
         *,
         causal: bool = True,
         dropout: float = 0.0,
@@ -72,8 +74,13 @@ def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice:
         ConfigError: if a kernel of the device is required and this ``cp_comm_type`` cannot use it.
     """
     if axis.size == 1 or cp_comm_type == "a2a":
-        return ops.choose("attention")
-    reason = f"cp_comm_type={cp_comm_type}: partial results are merged by their log-sum-exp"
-    choice = ops.custom("attention", "block by block", reason, ops.choose("attention").run)
+        choice, order = ops.choose("attention"), order_in_words(ops.device)
+        return replace(choice, why=f"{choice.why}: {order}") if order else choice
+    op = PARTS if cp_comm_type == "p2p" else IN_PARTS
+    if ops.device is None or ops.device in (each.device for each in op.implementations):
+        choice = ops.choose(op)
+    else:
+        reason = f"cp_comm_type={cp_comm_type}: partial results are merged by their log-sum-exp"
+        choice = ops.custom("attention", "block by block", reason, op.run)
     # A ring saves only its inputs and output. An all-gather saves all keys, which recomputation would gather again.
-    return replace(choice, candidates=((None, True),)) if cp_comm_type == "p2p" else choice
+    return replace(choice, candidates=((None, True),) if op is PARTS else ())

@@ -23,14 +23,14 @@ from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import chunks_of, shard_of
 from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.attention import attention
 from lightning_megatron.ops.blockwise_attention import (
     PartialAttention,
-    attention_backward,
-    attention_forward,
+    PartialKernels,
+    add_sinks_,
+    kernels_of_parts,
     merge_partials_,
     row_dot,
-    with_sinks,
+    sinks_gradient,
 )
 
 
@@ -39,7 +39,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     axis: Axis,
-    core: Callable[..., Tensor] = attention,
+    core: Callable[..., PartialKernels] = kernels_of_parts,
     *,
     causal: bool = True,
     dropout: float = 0.0,
@@ -50,13 +50,16 @@ def ring_attention(
 ) -> Tensor:
     """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
+    ``core`` returns the kernels of parts that are merged, from the arguments of one rank's attention.
+
     Raises:
         ValueError: for dropout, since merging needs the sum of exponentials before weights are dropped.
     """
     if dropout:
         raise ValueError("attention on a ring cannot drop weights: use cp_comm_type='a2a' or 'all_gather'")
-    out, lse = _Ring.apply(q, k, v, axis, causal, rule, key_mask, documents)
-    return with_sinks(out, lse, sinks)
+    kernels = core(q, k, v, causal=causal, rule=rule, key_mask=key_mask)
+    out: Tensor = _Ring.apply(kernels, q, k, v, sinks, axis, causal, rule, key_mask, documents)
+    return out
 
 
 _Place = tuple[slice, slice]
@@ -156,35 +159,39 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernels: PartialKernels,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         axis: Axis,
         causal: bool,
         rule: ScoreRule,
         key_mask: Tensor | None,
         documents: Documents | None,
-    ) -> Any:
+    ) -> Tensor:
         total = PartialAttention.nothing(q, v.shape[-1])
         for source, keys, values in _keys_of_all(k, v, axis):
             for rows, seen, how in _calls(axis, source, q.shape[0], causal, rule, key_mask, documents):
-                part = attention_forward(q[rows], keys[seen], values[seen], **how)
+                part = kernels.forward(q[rows], keys[seen], values[seen], **how)
                 merge_partials_(PartialAttention(total.out[rows], total.lse[rows]), part)
+        add_sinks_(total, sinks)
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total.lse)
-        ctx.axis, ctx.causal, ctx.rule, ctx.key_mask, ctx.documents = axis, causal, rule, key_mask, documents
-        return out, total.lse
+        ctx.save_for_backward(q, k, v, sinks, out, total.lse)
+        ctx.kernels, ctx.axis, ctx.causal = kernels, axis, causal
+        ctx.rule, ctx.key_mask, ctx.documents = rule, key_mask, documents
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Send keys and values round the ring again. Their gradients follow one step behind; each rank adds its part.
 
         The gradients of rank ``j``'s keys start on rank ``j + 1`` and return from rank ``j - 1``.
         """
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         axis: Axis = ctx.axis
-        delta = row_dot(out, grad) - grad_lse
-        dq = PartialAttention.nothing(q, q.shape[-1]).out
+        delta = row_dot(out, grad)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
         sizes = k.shape[-1], v.shape[-1]
         own = dq.new_zeros(*k.shape[:-1], sum(sizes))
         travelling: Rotation | None = None
@@ -192,17 +199,25 @@ class _Ring(torch.autograd.Function):
             parts = []
             calls = _calls(axis, source, q.shape[0], ctx.causal, ctx.rule, ctx.key_mask, ctx.documents)
             for rows, seen, how in calls:
-                given = grad[rows], q[rows], keys[seen], values[seen], lse[rows], delta[rows]
-                dq_part, *d_keys = attention_backward(*given, **how)
-                dq[rows] += dq_part
+                given = (
+                    grad[rows],
+                    q[rows],
+                    keys[seen],
+                    values[seen],
+                    PartialAttention(out[rows], lse[rows]),
+                    delta[rows],
+                )
+                dq_part, *d_keys = ctx.kernels.backward(*given, **how)
+                dq[rows].add_(dq_part)
                 parts.append((seen, d_keys))
             others = own if source == axis.rank else torch.zeros_like(own) if travelling is None else travelling.wait()
             for seen, d_keys in parts:
                 for gradient, part in zip(others.split(sizes, dim=-1), d_keys, strict=True):
-                    gradient[seen] += part
+                    gradient[seen].add_(part)
             if source != axis.rank:
                 travelling = start_rotation(others, axis)
         if travelling is not None:
             own += travelling.wait()
         dk, dv = own.split(sizes, dim=-1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+        grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(sinks, lse, delta)
+        return None, *grads, None, None, None, None, None

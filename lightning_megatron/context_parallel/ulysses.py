@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_megatron.comm.collectives import all_to_all
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import by_rank, in_order
-from lightning_megatron.documents import Documents, attend_documents
+from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
 
@@ -51,9 +51,9 @@ def ulysses_attention(
     own_heads = (part.unflatten(2, shape) for part, shape in zip(own_parts, shapes, strict=True))
     own = None if sinks is None else sinks.unflatten(0, (axis.size, -1))[axis.rank]
     rule = rule.of_heads(axis.rank, axis.size)
-    masked = {} if key_mask is None else {"key_mask": key_mask}  # some kernels do not accept a key mask
-    if documents is not None:
-        core = partial(attend_documents, core, documents=documents)
+    # Some kernels do not accept a key mask; what is given with documents is ``ops.attention.document_attention``.
+    given = {"key_mask": key_mask, "documents": documents}
+    masked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     out = core(*own_heads, causal=causal, dropout=dropout, rule=rule, sinks=own, **masked)
     back = all_to_all(by_rank(out, axis.size), axis)
     return back.unflatten(0, (axis.size, -1)).movedim(0, 2).flatten(2, 3)

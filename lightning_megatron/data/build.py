@@ -181,8 +181,8 @@ def build_gpt_datasets(
             ``eod_mask_loss``, ``reset_position_ids``, ``reset_attention_mask``, ``add_extra_token``.
 
     Returns:
-        Training, validation and test data set; ``None`` if the share or the number of samples is zero, or without a
-        path.
+        Training, validation and test data set; ``None`` if the number of samples is zero, without a path, and where the
+        data or their share have not the tokens of a sample.
 
     Raises:
         ConfigError: if the arguments cannot work together.
@@ -293,7 +293,8 @@ def _build_split(
 
     prefixes = blend.prefixes
     if len(prefixes) == 1 and blend.weights is None:
-        return member(prefixes[0], wanted)
+        alone = member(prefixes[0], wanted)
+        return alone if alone is not None and len(alone) else None
     cache_dir = options["cache_dir"] or default_cache_dir(prefixes[0])
     blended = partial(BlendedDataset, split_name=options["split_name"], cache_dir=cache_dir)
     if blend.weights is None or wanted is None:

@@ -82,13 +82,20 @@ def compiler_lacks(device: torch.device, backend: str) -> str | None:
     if backend != "inductor" or sys.platform == "win32":
         return None
     if device.type == CUDA.type:
-        has_triton = importlib.util.find_spec("triton") is not None
-        return None if has_triton else "the package triton, which comes with torch's builds for CUDA"
-    if device.type != CPU.type or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton, which comes with torch's builds for CUDA"
+        # Triton builds the launchers of its kernels in the first step, in C.
+        language, variable, package, compilers = "C", "CC", "gcc", ["gcc", "clang"]
+    elif device.type == CPU.type and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        language, variable, package = "C++", "CXX", "g++"
+        compilers = ["clang++" if sys.platform == "darwin" else "g++"]
+    else:
         return None
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"a C++ compiler: there is no {compiler}; install it (Debian: g++), or name another one in CXX"
+    named = os.environ.get(variable)
+    compilers = compilers if named is None else [named]
+    if not any(map(shutil.which, compilers)):
+        there = f"there is no {' and no '.join(compilers)}; install it (Debian: {package})"
+        return f"a {language} compiler: {there}, or name another one in {variable}"
     headers = sysconfig.get_path("include")
     if not os.path.exists(os.path.join(headers, "Python.h")):
         return f"Python's headers: there is no {headers}/Python.h (Debian: python3-dev)"

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION, core_attention
-from lightning_megatron.documents import Documents, attend_documents
+from lightning_megatron.documents import Documents
 from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_any
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm, model_norm
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.attention import document_attention
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import run_part
@@ -103,6 +104,9 @@ class HeadAttention(nn.Module):
         self._communicates = {"core_attn": mesh.cp.size > 1, "attention": mesh.cp.size > 1 or mesh.tp.size > 1}
         self.context, self.share_context = mesh.cp, CONTEXT_ATTENTION[mesh.layout.cp_comm_type]
         self.rope, self.attention = ops.choose("rope"), core_attention(ops, mesh.cp, mesh.layout.cp_comm_type)
+        self.documents = self.attention.run  # a ring is given the kernels of parts, and finds the documents itself
+        if mesh.cp.size == 1 or mesh.layout.cp_comm_type != "p2p":
+            self.documents = document_attention(self.attention, ops.device, ops.mode("attention"))
         self.sinks: nn.Parameter | None = None
 
     def attend(
@@ -154,13 +158,14 @@ class HeadAttention(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        core = self.attention.run
+        core = self.attention.run if documents is None else self.documents
         with self.rng.tensor_parallel() if dropout else nullcontext():
             how: dict[str, Any] = {"causal": self.causal, "dropout": dropout, "rule": self.rule, "sinks": self.sinks}
             if self.context.size > 1:
                 return self.share_context(q, k, v, self.context, core, key_mask=key_mask, documents=documents, **how)
             if documents is not None:
-                return attend_documents(core, q, k, v, documents=documents, **how)
+                inside: Tensor = core(q, k, v, documents=documents, **how)
+                return inside
             # Some implementations do not accept a key mask, and most no bias.
             how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
             out: Tensor = core(q, k, v, first_query=first_query, **how)

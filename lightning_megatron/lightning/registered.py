@@ -26,7 +26,8 @@ def _refuse(name: str) -> NoReturn:
     raise ConfigError([Problem("strategy", name, reason, ("megatron",))])
 
 
-for name in ("megatron", "megatron_hpu"):
+_CLASS = "megatronstrategy"  # the Trainer writes names in small letters, those of a command line too
+for name in ("megatron", "megatron_hpu", _CLASS, f"lightning_megatron.{_CLASS}"):
     if name not in StrategyRegistry:
         StrategyRegistry.register(name, MegatronStrategy, description=str(MegatronStrategy.__doc__).splitlines()[0])
 if find_spec("lightning_habana") is None:  # which registers them itself

@@ -141,7 +141,7 @@ class CapacityBins(nn.Module):
         seen = torch.zeros(len(self.usage) + 2, dtype=torch.int64, device=self.usage.device)
         if self._seen is not None:
             seen, self._seen = self._seen, None
-        for axis in (self.mesh.tp_cp, self.mesh.dp):
+        for axis in (self.mesh.tp, self.mesh.dp_cp):
             seen = all_reduce(seen, axis)
         self.usage += seen[:-2]
         self.rows += seen[-2:]

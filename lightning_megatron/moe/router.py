@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.config.capacity import expert_capacity
 from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.layers.init import normal_
-from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens, load_balancing_loss, z_loss
 from lightning_megatron.moe.capacity import drop_overflow
 from lightning_megatron.moe.first_runs import FirstRuns
@@ -145,7 +146,7 @@ class Router(nn.Module):
     def _aux_loss(self, logits: Tensor, probs: Tensor, experts: Tensor, tokens: RoutedTokens | None) -> Tensor | None:
         """Auxiliary loss of a forward, with its statistics added to the load."""
         c, mesh = self.config, self.mesh
-        _, counted, lengths = RoutedTokens.whole(logits, mesh.tp_cp.size) if tokens is None else tokens
+        _, counted, lengths = RoutedTokens.whole(logits, mesh.tp.size * mesh.cp.size) if tokens is None else tokens
         experts = experts.masked_fill(~counted.unsqueeze(-1), c.num_experts)
         counts = count_tokens(experts.flatten(0, 1), c.num_experts)
         terms: dict[str, Tensor] = {}
@@ -162,24 +163,27 @@ class Router(nn.Module):
     def _balance(self, probs: Tensor, experts: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
         c, mesh = self.config, self.mesh
         if c.moe_load_balancing == "seq_aux_loss":
-            by_sequence = all_reduce(count_tokens(experts.transpose(0, 1), c.num_experts), mesh.tp_cp)  # [B, E]
+            by_sequence = self._sum(count_tokens(experts.transpose(0, 1), c.num_experts), mesh.tp, mesh.cp)  # [B, E]
             return load_balancing_loss(probs.transpose(0, 1), by_sequence, lengths, c.moe_router_topk)
         if c.moe_load_balancing == "aux_loss":
-            shared = all_reduce(counts, mesh.tp_cp)
+            shared = self._sum(counts, mesh.tp, mesh.cp)
             return load_balancing_loss(probs.flatten(0, 1), shared, lengths.sum(), c.moe_router_topk)
         # The mean over the batch's micro-batches so far, of the counts of all replicas. T is its number of tokens.
-        mean = self.runs.once(lambda: self.load.batch.mean_with(all_reduce(all_reduce(counts, mesh.tp_cp), mesh.dp)))
+        mean = self.runs.once(lambda: self.load.batch.mean_with(self._sum(counts, mesh.tp, mesh.dp_cp)))
         of_all = mean.sum() / c.moe_router_topk
         return load_balancing_loss(probs.flatten(0, 1), mean, of_all, c.moe_router_topk) * mesh.dp.size
+
+    @staticmethod
+    def _sum(counts: Tensor, *axes: Axis) -> Tensor:
+        """Sum over axes, one after the other: a group of all their ranks would take memory for a few numbers."""
+        return reduce(all_reduce, axes, counts)
 
     def after_optimizer_step(self) -> None:
         """Update the expert bias by the load of the finished step, and start a new batch."""
         self.load.batch.reset()
         if not self.config.moe_expert_bias_update_rate:
             return
-        counts = self.load.step.take(self.weight.device)
-        for axis in (self.mesh.tp_cp, self.mesh.dp):
-            counts = all_reduce(counts, axis)
+        counts = self._sum(self.load.step.take(self.weight.device), self.mesh.tp, self.mesh.dp_cp)
         if counts.any():
             missing = counts.float().mean() - counts.float()
             self.expert_bias += self.config.moe_expert_bias_update_rate * missing.sign()

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device.hpu_bridge import bridge, requires
-from lightning_megatron.ops.blockwise_attention import blockwise_attention
+from lightning_megatron.documents import attend_documents
+from lightning_megatron.ops.blockwise_attention import BLOCKWISE, WITH_SUM
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
 from lightning_megatron.ops.dropout import dropout as drop
-from lightning_megatron.ops.implementation import Function, Implementation, Op
+from lightning_megatron.ops.flash.kernel_order import kernels_for
+from lightning_megatron.ops.flash.varlen_attention import beyond_varlen, lacks_varlen, varlen_documents
+from lightning_megatron.ops.implementation import Fallback, Function, Implementation, Op, OpChoice
 from lightning_megatron.ops.matmul import upcasts
 
 
@@ -129,9 +132,10 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
     features, more = v.shape[-1], q.shape[-1] - v.shape[-1]
     if q.device.type == "cpu" and more > 0 and q.shape[2] > 1:
         v = F.pad(v, (0, more))  # a CPU's fused kernel takes values of the keys' size: torch would make whole scores
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with kernels_for(q.device.type, masked=mask is not None):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return out[..., :features]
 
 
@@ -247,16 +251,31 @@ def attention_with_bias(
     if seen is not None:
         lowest = torch.finfo(q.dtype).min
         added = _added(seen, q.dtype) if added is None else added.masked_fill(~seen, lowest)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=added,
-        dropout_p=dropout,
-        scale=rule.factor(q.shape[-1]),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    how: dict[str, Any] = {"attn_mask": added, "dropout_p": dropout, "scale": rule.factor(q.shape[-1])}
+    with kernels_for(q.device.type, masked=added is not None):
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
     return out.permute(2, 0, 1, 3).to(dtype)
+
+
+@torch.compiler.disable  # as attend_documents itself
+def _by_length(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    choice.fallbacks.setdefault("packed documents", "a call for each length")
+    with kernels_for(q.device.type, varied=True):
+        return attend_documents(choice.run, q, k, v, **how)
+
+
+def _at_once(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    choice.fallbacks.setdefault("packed documents", "varlen_attn")
+    return varlen_documents(q, k, v, **how)
+
+
+def document_attention(choice: OpChoice, device: str | None, mode: str) -> Function:
+    """Attention inside of documents, by one kernel where the device has one for it, and by ``choice`` elsewhere."""
+    by_length, at_once = partial(_by_length, choice), partial(_at_once, choice)
+    if device != "cuda" or mode == "off" or lacks_varlen():
+        return by_length
+    how: dict[str, Any] = {"otherwise": by_length, "otherwise_name": "a call for each length", "mode": "auto"}
+    return Fallback(op="attention", preferred=at_once, unsupported=beyond_varlen, noted=choice.fallbacks, **how)
 
 
 MAX_HEAD_DIM = 128
@@ -307,6 +326,12 @@ def _beyond_plain(
     return None if rule.is_plain(len(k)) else str(rule)
 
 
+def _beyond_flags(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0, **how: Any) -> str | None:
+    if causal and first_query and len(q) > 1:
+        return "queries that begin later than the keys"
+    return _beyond_plain(q, k, v, **how)
+
+
 def _beyond_scaled(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
 ) -> str | None:
@@ -336,23 +361,6 @@ def _without_rule(
 ) -> Tensor:
     out: Tensor = kernel(q, k, v, **more)
     return out
-
-
-def _beyond_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout: float = 0.0,
-    key_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    **_: Any,
-) -> str | None:
-    if bias is not None:
-        return _BIAS
-    if key_mask is not None:
-        return "padding among the keys"
-    return "dropout of weights" if dropout else None
 
 
 def _beyond_sdpa(
@@ -401,11 +409,13 @@ def _fused_sdpa(
     )
 
 
+_TORCH = Implementation("torch", None, lambda: _plain(attention_torch), unsupported=_beyond_plain)
 ATTENTION = Op(
     "attention",
     (
         Implementation("blocks of queries", "cpu", lambda: _plain(attention_cpu), unsupported=_beyond_plain),
-        Implementation("torch's kernel", "cuda", lambda: _plain(attention_torch), unsupported=_beyond_plain),
+        Implementation("torch's kernel", "cuda", lambda: _plain(attention_torch), unsupported=_beyond_flags),
+        WITH_SUM,
         _fused_sdpa("FusedSDPA", _beyond_sdpa),
         _fused_sdpa("FusedSDPA, fast softmax", _beyond_fast_softmax, "fast_softmax", softmax_mode="fast"),
         _fused_sdpa("FusedSDPA, weights kept", _beyond_sdpa, "no_recompute", recompute=False),
@@ -416,16 +426,25 @@ ATTENTION = Op(
             softmax_mode="fast",
             recompute=False,
         ),
-        Implementation("torch", None, lambda: _plain(attention_torch), unsupported=_beyond_plain),
+        _TORCH,
         # On Gaudi its kernel has no gradient for a bias.
         *(
             Implementation("torch, with a bias", device, lambda: attention_with_bias, unsupported=_beyond_scaled)
             for device in ("cpu", "cuda")
         ),
-        Implementation(
-            "block by block", None, lambda: blockwise_attention, unsupported=_beyond_blocks, recomputes=True
-        ),
+        BLOCKWISE,
     ),
     run=attention,
     reference=attention_reference,
 )
+
+
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    """:func:`attention` without scores ``[S, T]``, for queries that begin later than the keys."""
+    out: Tensor = IN_PARTS.on(q.device.type)(q, k, v, **how)
+    return out
+
+
+_ANYWHERE = Op("attention", (BLOCKWISE, _TORCH), run=attention_in_parts, reference=attention_reference)
+IN_PARTS = replace(_ANYWHERE, implementations=(WITH_SUM, BLOCKWISE, _TORCH), reference=_ANYWHERE.choose("").run)
+"""Attention of context-parallel ranks that gather all keys."""

@@ -10,7 +10,8 @@ Arithmetic is fp32 whatever the inputs (fp64 for fp64).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,13 @@ from torch import Tensor
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device import as_result
+from lightning_megatron.ops.flash.flash_attention import beyond_flash, flash_backward, flash_forward
+from lightning_megatron.ops.implementation import Function, Implementation, Op
 
 BLOCK_BYTES = 4 << 20
+"""Scores of a block that stay in a processor's caches."""
+LARGE_BLOCK_BYTES = 256 << 20
+"""Scores of a block where each operation has a start of its own, as on an accelerator."""
 
 
 class PartialAttention(NamedTuple):
@@ -28,7 +34,7 @@ class PartialAttention(NamedTuple):
 
     Attributes:
         out: ``[S, B, N, V]``, fp32, ``V`` the features of a value; 0 for a query that sees none of these keys.
-        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores; minus infinity for such a query.
+        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores; minus infinity or the lowest number for such a query.
     """
 
     out: Tensor
@@ -37,8 +43,10 @@ class PartialAttention(NamedTuple):
     @classmethod
     def nothing(cls, q: Tensor, features: int) -> PartialAttention:
         """Attention of queries ``[S, B, N, D]`` to no keys, for values of that number of features."""
-        like = _upcast(q[:0])
-        return cls(like.new_zeros(*q.shape[:-1], features), like.new_full(q.shape[:-1], float("-inf")))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        # A finite log-sum-exp, so that merging two parts without keys makes no NaN.
+        lse = q.new_full(q.shape[:-1], torch.finfo(dtype).min, dtype=dtype)
+        return cls(q.new_zeros(*q.shape[:-1], features, dtype=dtype), lse)
 
 
 @by_shape
@@ -51,7 +59,7 @@ def attention_forward(
     first_query: int = 0,
     rule: ScoreRule = PLAIN,
     key_mask: Tensor | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> PartialAttention:
     """Attention with the log-sum-exp that its backward pass and :func:`merge_partials_` need; no gradient.
 
@@ -62,7 +70,7 @@ def attention_forward(
         causal: True if a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
         first_query: position of the first query among the keys, at least 0; these keys may all precede it.
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
-        block_bytes: approximate limit for the scores of one block.
+        block_bytes: approximate limit for the scores of one block; ``None`` for the one of the device.
     """
     grouped = _Grouped(k.shape[2])
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
@@ -96,7 +104,7 @@ def attention_backward(
     first_query: int = 0,
     rule: ScoreRule = PLAIN,
     key_mask: Tensor | None = None,
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contribution of these keys to the gradients; probabilities are recomputed from ``lse``.
 
@@ -113,7 +121,7 @@ def attention_backward(
         causal: True if a query sees only keys up to its own position.
         first_query: position of the first query among the keys.
         key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
-        block_bytes: approximate limit for the scores of one block.
+        block_bytes: approximate limit for the scores of one block; ``None`` for the one of the device.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, fp32.
@@ -122,7 +130,7 @@ def attention_backward(
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
     grads, lses, deltas = grouped.rows(grad), grouped.rows(lse), grouped.rows(delta)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    if key_mask is not None:
+    if rule.window or key_mask is not None:
         lses = lses.clamp(min=torch.finfo(lses.dtype).min)  # a query may see no key
     scale = rule.factor(q.shape[-1])
     for block in _blocks(queries, keys, causal, first_query, rule.window, key_mask, block_bytes):
@@ -142,23 +150,63 @@ def attention_backward(
 
 
 def row_dot(out: Tensor, grad: Tensor) -> Tensor:
-    """``[S, B, N, V], [S, B, N, V] -> [S, B, N]``: the ``delta`` of :func:`attention_backward`.
-
-    If the log-sum-exp has a gradient, subtract it: it flows back along the probabilities too.
-    """
+    """``[S, B, N, V], [S, B, N, V] -> [S, B, N]``: the ``delta`` of :func:`attention_backward`."""
     return _upcast(out).mul(_upcast(grad)).sum(-1)
 
 
 def merge_partials_(whole: PartialAttention, part: PartialAttention) -> None:
     """Merge attention of the same queries to other keys into ``whole``, in place, by their log-sum-exp."""
-    lse = torch.logaddexp(whole.lse, part.lse)
-    base = lse.clamp(min=torch.finfo(lse.dtype).min)  # a query that has seen no key yet: its parts are 0
-    kept, added = ((x.lse - base).exp_().unsqueeze(-1) for x in (whole, part))
-    whole.out.mul_(kept).addcmul_(part.out, added)
-    whole.lse.copy_(lse)
+    share = torch.sub(part.lse, whole.lse).sigmoid().unsqueeze(-1)
+    whole.out.addcmul_(part.out - whole.out, share)
+    whole.lse.copy_(torch.logaddexp(whole.lse, part.lse))
 
 
-def blockwise_attention(
+def add_sinks_(whole: PartialAttention, sinks: Tensor | None) -> None:
+    """Add a sink ``[N]`` to each head, in place: one more key, which every query sees, with a value of 0."""
+    if sinks is not None:
+        merge_partials_(whole, PartialAttention(whole.out.new_zeros(()), _upcast(sinks).expand_as(whole.lse)))
+
+
+def sinks_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor | None:
+    """Gradient of sinks ``[N]``, from log-sum-exp and ``delta`` over all keys and sinks; ``None`` without sinks."""
+    return None if sinks is None else -(sinks - lse).exp_().mul_(delta).sum((0, 1)).to(sinks.dtype)
+
+
+class PartialKernels(NamedTuple):
+    """Functions by which attention to a part of the keys is computed.
+
+    Attributes:
+        forward: :func:`attention_forward`, or another function with its arguments and result.
+        backward: gradients of queries, keys and values, from the gradient of the output, queries, keys and values,
+            attention to all keys, its ``delta``, and the further arguments of ``forward``.
+    """
+
+    forward: Callable[..., PartialAttention]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _blocks_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialAttention, delta: Tensor, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attention_backward(grad, q, k, v, whole.lse, delta, **how)
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialAttention:
+    return PartialAttention(*flash_forward(q, k, v, **how))
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialAttention, delta: Tensor, **how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return flash_backward(grad, q, k, v, *whole, **how)
+
+
+BLOCKS = PartialKernels(attention_forward, _blocks_backward)
+FLASH = PartialKernels(_flash_forward, _flash_backward)
+
+
+def attention_by(
+    kernels: PartialKernels,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -175,45 +223,93 @@ def blockwise_attention(
     A query that sees no key has output 0.
     """
     assert not dropout
-    out, lse = _BlockwiseAttention.apply(q, k, v, causal, first_query, rule, key_mask)
-    return with_sinks(out, lse, sinks)
+    out: Tensor = _AttentionWithSum.apply(kernels, q, k, v, sinks, causal, first_query, rule, key_mask)
+    return out
 
 
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Add attention sinks to attention computed without them; gradients flow to all three arguments.
-
-    Args:
-        out: ``[S, B, N, V]``.
-        lse: ``[S, B, N]``, fp32, log-sum-exp of the scores.
-        sinks: ``[N]``, or ``None``.
-    """
-    # A sink leaves the fraction sum / (sum + exp(sink)) of the weights.
-    return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
+blockwise_attention: Callable[..., Tensor] = partial(attention_by, BLOCKS)
+flash_attention: Callable[..., Tensor] = partial(attention_by, FLASH)
 
 
-class _BlockwiseAttention(torch.autograd.Function):
+def _flash_kernels(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialKernels:
+    return FLASH
+
+
+def _block_kernels(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialKernels:
+    return BLOCKS
+
+
+def kernels_of_parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialKernels:
+    """Kernels by which parts of the keys are attended to and merged, for a call of ``attention`` on one rank."""
+    kernels: PartialKernels = PARTS.on(q.device.type)(q, k, v, **how)
+    return kernels
+
+
+def _beyond_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: float = 0.0,
+    key_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    **_: Any,
+) -> str | None:
+    if bias is not None:
+        return "a bias of the scores"
+    if key_mask is not None:
+        return "padding among the keys"
+    return "dropout of weights" if dropout else None
+
+
+_FLASH, _BLOCKS = "flash with its log-sum-exp", "block by block"
+WITH_SUM: Implementation[Function] = Implementation(
+    _FLASH, "cuda", lambda: flash_attention, unsupported=beyond_flash, recomputes=True
+)
+BLOCKWISE: Implementation[Function] = Implementation(
+    _BLOCKS, None, lambda: blockwise_attention, unsupported=_beyond_blocks, recomputes=True
+)
+PARTS = Op(
+    "attention",
+    (
+        Implementation(_FLASH, "cuda", lambda: _flash_kernels, unsupported=beyond_flash),
+        Implementation(_BLOCKS, None, lambda: _block_kernels),
+    ),
+    run=kernels_of_parts,
+    reference=_block_kernels,
+)
+"""Kernels of parts of the keys that are merged."""
+
+
+class _AttentionWithSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernels: PartialKernels,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         causal: bool,
         first_query: int,
         rule: ScoreRule,
         key_mask: Tensor | None,
-    ) -> Any:
+    ) -> Tensor:
+        ctx.kernels = kernels
         ctx.how = {"causal": causal, "first_query": first_query, "rule": rule, "key_mask": key_mask}
-        attended = attention_forward(q, k, v, **ctx.how)
+        attended = kernels.forward(q, k, v, **ctx.how)
+        add_sinks_(attended, sinks)
         out = attended.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, attended.lse)
-        return as_result(out), as_result(attended.lse)
+        ctx.save_for_backward(q, k, v, sinks, out, attended.lse)
+        return as_result(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = attention_backward(grad, q, k, v, lse, row_dot(out, grad) - grad_lse, **ctx.how)
-        return *(part.to(q.dtype) for part in grads), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        delta = row_dot(out, grad)
+        grads = ctx.kernels.backward(grad, q, k, v, PartialAttention(out, lse), delta, **ctx.how)
+        own = sinks_gradient(sinks, lse, delta)
+        return None, *(part.to(q.dtype) for part in grads), own, None, None, None, None
 
 
 def _upcast(x: Tensor) -> Tensor:
@@ -306,12 +402,14 @@ def _blocks(
     first_query: int,
     window: int,
     key_mask: Tensor | None,
-    block_bytes: int,
+    block_bytes: int | None,
 ) -> Iterator[_Block]:
     """Blocks of ``[B, G, N/G, S, D]`` queries against ``[B, G, T, D]`` keys, without those that see no key."""
     batch, groups, heads, length, _ = queries.shape
     count = keys.shape[2]
     span = min(count, 2 * window) if window else count
+    if block_bytes is None:
+        block_bytes = BLOCK_BYTES if queries.device.type == "cpu" else LARGE_BLOCK_BYTES
     size = max(1, block_bytes // max(1, batch * groups * heads * span * queries.element_size()))
     if window:  # larger blocks would compute more scores outside of the window
         size = min(size, max(window, 64))

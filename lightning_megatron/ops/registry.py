@@ -90,19 +90,21 @@ class Ops:
         """The mode of an op: the user's, or its default."""
         return self._given.get(op, SELECTABLE[op].default)
 
-    def choose(self, op: str, unless: str | None = None) -> OpChoice:
+    def choose(self, op: str | Op, unless: str | None = None) -> OpChoice:
         """The implementation of an op for one module.
 
         Args:
-            op: name of the op.
+            op: name of the op, or an op of that name with other implementations.
             unless: reason why this module cannot use an implementation made for the device, if there is one.
 
         Raises:
             ConfigError: if one is required and none is usable.
         """
-        if self.device is None and self.mode(op) == "auto":
-            return OpChoice(op, "by device", _UNKNOWN_DEVICE, OPS[op].run)
-        return OPS[op].choose(self.device or "", self.mode(op), unless)
+        known = OPS[op] if isinstance(op, str) else op
+        mode = self.mode(known.name)
+        if self.device is None and mode == "auto":
+            return OpChoice(known.name, "by device", _UNKNOWN_DEVICE, known.run)
+        return known.choose(self.device or "", mode, unless)
 
     def choose_fp8(self) -> tuple[Fp8Kernels | None, Selection]:
         """The device's fp8 kernels; ``None`` to compute products in the dtype of their operands.

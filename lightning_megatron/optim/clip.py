@@ -11,6 +11,7 @@ from lightning_megatron.comm.collectives import all_reduce, all_reduce_max
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
+from lightning_megatron.recorder.file_format import Kind
 
 
 def counts_here(bucket: Bucket, mesh: ParallelMesh) -> bool:
@@ -78,4 +79,6 @@ def any_nonfinite(grads: Sequence[Tensor], world: Axis, device: torch.device) ->
     # The largest magnitude is finite exactly if all are, and takes no temporary of the size of the gradients.
     peaks = [torch.linalg.vector_norm(g.detach(), ord=float("inf")).float() for g in grads]
     peak = torch.stack(peaks).sum() if peaks else torch.zeros((), device=device)
-    return bool(all_reduce_max((~peak.isfinite()).float(), world).item())
+    overflowed = all_reduce_max((~peak.isfinite()).float(), world)
+    with world.during(Kind.DEVICE):
+        return bool(overflowed.item())

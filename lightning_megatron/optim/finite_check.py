@@ -23,6 +23,7 @@ from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
 from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.optim.zero import ShardedOptimizer
+from lightning_megatron.recorder.file_format import Kind
 
 _SHOWN = 3
 
@@ -153,7 +154,8 @@ class FiniteCheck:
             return
         step, results, read = self._pending
         self._pending = None
-        anybody, *numbers = read()
+        with self._mesh.world.during(Kind.DEVICE):
+            anybody, *numbers = read()
         if not anybody:
             return
         # On an accelerator the results include the trained parameters, which the step may have changed since.

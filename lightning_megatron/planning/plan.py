@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_megatron.planning.core.communicators import num_communicators
 from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.estimate import MemoryEstimate
@@ -23,8 +24,9 @@ class Plan:
         job: the job.
         pipeline_rank: pipeline rank that needs most memory.
         memory: memory of that rank.
-        limit: bytes that tensors of a rank may take; ``None`` if unknown.
+        limit: bytes that tensors of a rank may take, beside its communicators; ``None`` if unknown.
         time: time of a step; ``None`` where no device is known.
+        communicator_bytes: memory of the rank's communicators, which is no part of ``memory``.
     """
 
     job: PlannedJob
@@ -32,6 +34,7 @@ class Plan:
     memory: MemoryEstimate
     limit: int | None
     time: TimeEstimate | None
+    communicator_bytes: int = 0
 
     @property
     def is_tight(self) -> bool:
@@ -48,12 +51,18 @@ def plan_of(job: PlannedJob, limit: int | None, device: DeviceSpec | None = None
     """Predict memory and, on a known device, time of a job.
 
     Args:
-        limit: bytes that tensors of a rank may take; ``None`` for no limit.
+        limit: bytes that tensors and communicators of a rank may take; ``None`` for no limit.
         device: device that it runs on; ``None`` for an unknown accelerator.
         timed: False to predict memory only.
     """
     time = time_of(job, device) if timed and device is not None else None
-    return Plan(job, *worst_memory(job, kernels_of(device)), limit, time)
+    taken = communicator_bytes(job, device)
+    return Plan(job, *worst_memory(job, kernels_of(device)), None if limit is None else limit - taken, time, taken)
+
+
+def communicator_bytes(job: PlannedJob, device: DeviceSpec | None) -> int:
+    """Memory that the communicators of a rank take on a device; 0 where no figure is known."""
+    return 0 if device is None else num_communicators(job.layout) * device.communicator_bytes
 
 
 def kernels_of(device: DeviceSpec | None) -> Kernels:

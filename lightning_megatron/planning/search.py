@@ -20,7 +20,7 @@ from lightning_megatron.planning.candidates import (
 )
 from lightning_megatron.planning.memory.half import OF_LAYERS
 from lightning_megatron.planning.memory.peak import worst_memory
-from lightning_megatron.planning.plan import Plan, kernels_of, plan_of
+from lightning_megatron.planning.plan import Plan, communicator_bytes, kernels_of, plan_of
 from lightning_megatron.planning.request import PlanRequest
 from lightning_megatron.planning.time.step import TimeEstimate, time_of
 
@@ -184,7 +184,9 @@ class _Search:
         except ConfigError:
             self.memories[candidate] = None
             return None
-        plan = Plan(job, *worst_memory(job, kernels_of(request.device), request.limit), request.limit, None)
+        taken = communicator_bytes(job, request.device)
+        limit = request.limit - taken
+        plan = Plan(job, *worst_memory(job, kernels_of(request.device), limit), limit, None, taken)
         self.memories[candidate] = plan
         if not plan.fits and (self.closest is None or plan.memory.peak < self.closest.memory.peak):
             self.closest = plan

@@ -36,9 +36,12 @@ def diagnose(views: Sequence[RankView]) -> Diagnosis:
     if failed := _failed(views):
         return Diagnosis(tuple(failed), True, _about(by_rank[failed[0]]))
     if roots := _awaited_in_the_end(by_rank):
-        waiting = next((view for view in views if view.rank not in roots and view.waits_in is not None), None)
-        for_what = "" if waiting is None else f": others wait for it in {waiting.waits_in}"
+        actions = (record for view in views if view.rank not in roots for record, _ in unmet(view, by_rank))
+        waiting = next(actions, None)
+        for_what = "" if waiting is None else f": others wait for it in {waiting}"
         return Diagnosis(tuple(roots), False, f"{_about(by_rank[roots[0]])}{for_what}")
+    if stuck := _stuck(views):
+        return Diagnosis(tuple(stuck), False, _about(by_rank[stuck[0]]))
     if aborted := [view.rank for view in views if _aborted(view)]:
         return Diagnosis(tuple(aborted), True, _about(by_rank[aborted[0]]))
     return _deadlock(views)
@@ -52,6 +55,12 @@ def _failed(views: Sequence[RankView]) -> list[int]:
     stopped = [view for view in views if view.is_stopped]
     absent = [] if any(map(_has_met, views)) else [view for view in views if view.state is None]
     return [view.rank for view in (*ended, *stopped, *absent)]
+
+
+def _stuck(views: Sequence[RankView]) -> list[int]:
+    """Ranks whose host stays in a collective that should not block it, unless all do."""
+    found = [view.rank for view in views if view.runs_ahead and view.waits_in is not None]
+    return found if len(found) < len(views) else []
 
 
 def _deadlock(views: Sequence[RankView]) -> Diagnosis:
@@ -71,7 +80,17 @@ def _has_met(view: RankView) -> bool:
 def _ended_by_itself(view: RankView) -> bool:
     if view.state == State.RAISED:
         return True
-    return view.is_dead and view.process.state != ProcessState.ENDED_BY_LAUNCHER and not _aborted(view)
+    by_another = view.process.state == ProcessState.ENDED_BY_LAUNCHER or _aborted(view) or _was_in_a_hang(view)
+    return view.is_dead and not by_another
+
+
+def _was_in_a_hang(view: RankView) -> bool:
+    """True if a rank that runs ahead was inactive for long before it ended in an unknown way.
+
+    The backend's watchdog has probably ended it, or a launcher after that of another rank.
+    """
+    is_unknown = view.process.status in (None, -signal.SIGTERM)
+    return view.runs_ahead and is_unknown and view.beat - view.active > view.timeout / 2 * 1e9
 
 
 def _aborted(view: RankView) -> bool:
@@ -83,18 +102,43 @@ def _same(record: Record | None) -> tuple[object, ...]:
     return () if record is None else (record.kind, record.group, record.within, record.peer)
 
 
-def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
-    """Ranks that have not yet reached the action in which this rank waits."""
+def unmet(view: RankView, by_rank: Mapping[int, RankView]) -> list[tuple[Record, list[int]]]:
+    """Actions in which this rank waits, or may wait, each with the ranks that have not yet reached it.
+
+    A rank that runs ahead waits for its device, wherever it next needs a result, and the device for the other ranks.
+    So all its collectives and messages count.
+    """
     record = view.waits_in
-    if record is None:
+    if record is not None:
+        return [(record, _missing(view, record, by_rank))]
+    if not view.runs_ahead:
         return []
+    meetings = (record for record in view.last if record.kind >= Kind.ALL_REDUCE and record.waiting)
+    newest = {(record.group, record.peer, record.peer >= 0 and record.kind): record for record in meetings}
+    found = [(record, _missing(view, record, by_rank)) for record in newest.values()]
+    return [(record, ranks) for record, ranks in found if ranks]
+
+
+def _missing(view: RankView, record: Record, by_rank: Mapping[int, RankView]) -> list[int]:
+    """Ranks that have not yet reached an action of this rank."""
     if record.kind == Kind.RENDEZVOUS:  # of all ranks, and without a number
         return [rank for rank, other in by_rank.items() if other.state is not None and not _is_at_rendezvous(other)]
     if record.peer >= 0:
-        return [record.peer]
+        return [record.peer] if not record.ended or _owes(by_rank.get(record.peer), record, view.rank) else []
     members = view.groups.get(record.group) or tuple(by_rank)
     others = [rank for rank in members if rank != view.rank and rank in by_rank]
     return [rank for rank in others if by_rank[rank].reached(record.group) < record.within]
+
+
+def _owes(peer: RankView | None, message: Record, rank: int) -> bool:
+    """True if the peer of a message of ``rank`` is known not to have begun its part."""
+    other_end = Kind.SEND if message.kind == Kind.RECEIVE else Kind.RECEIVE
+    begun = None if peer is None else peer.exchanged(other_end, message.group, rank)
+    return begun is not None and begun < message.within
+
+
+def _awaited(view: RankView, by_rank: Mapping[int, RankView]) -> list[int]:
+    return [rank for _, ranks in unmet(view, by_rank) for rank in ranks]
 
 
 def _is_at_rendezvous(view: RankView) -> bool:
@@ -115,9 +159,10 @@ def _leaves(view: RankView, by_rank: Mapping[int, RankView]) -> set[int]:
         if rank in seen or rank not in by_rank:
             continue
         seen.add(rank)
-        if by_rank[rank].waits_in is None:
+        awaited = _awaited(by_rank[rank], by_rank)
+        if not awaited and by_rank[rank].waits_in is None:
             leaves.add(rank)
-        todo += _awaited(by_rank[rank], by_rank)
+        todo += awaited
     return leaves
 
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-MAGIC = b"LMACTS01"
+MAGIC = b"LMACTS02"
 
 
 class Kind(IntEnum):
@@ -36,6 +36,7 @@ class Kind(IntEnum):
     LOAD = 16
     END = 17
     USER = 18
+    DEVICE = 19
     ALL_REDUCE = 32
     ALL_GATHER = 33
     REDUCE_SCATTER = 34
@@ -65,6 +66,7 @@ WORDS = {
     Kind.PREDICT_STEP: "predict step",
     Kind.WRITE: "writing in the background",
     Kind.USER: "hooks and callbacks",
+    Kind.DEVICE: "waiting for the device",
 }
 """Printed names of kinds; the other kinds are printed as their names in lower case."""
 
@@ -83,6 +85,8 @@ DEPTH = 8
 LAST = 256
 """Number of actions that the ring of a thread holds."""
 THREADS = 2
+GROUPS = 64
+"""Most groups, plus one for actions without a group."""
 
 RECORD = np.dtype(
     [
@@ -91,7 +95,10 @@ RECORD = np.dtype(
         *(("kind", "<u2"), ("group", "<u2"), ("stage", "<i2"), ("has_detail", "<u2")),
     ]
 )
-"""An action. ``number`` counts from 1, times are ``time.time_ns()``, ``within`` counts the collectives of the group."""
+"""An action. ``number`` counts from 1, times are ``time.time_ns()``.
+
+``within`` counts the collectives of the group, or the messages of one kind to or from one rank.
+"""
 PACKED = struct.Struct("<QqqqQIiiiHHhH")
 NUMBER, TIME = struct.Struct("<Q"), struct.Struct("<q")
 
@@ -104,7 +111,8 @@ HEADER = np.dtype(
     ]
 )
 """``begun``: start of the run; ``since``: of the state; ``start``: of the process (ticks); ``beat``: last heartbeat."""
-THREAD = np.dtype([("stack", RECORD, DEPTH), ("ring", RECORD, LAST)])
+THREAD = np.dtype([("stack", RECORD, DEPTH), ("ring", RECORD, LAST), ("counts", "<u4", GROUPS)])
+"""``counts``: collectives begun in each group, by its number."""
 _HEAD = (("header", HEADER), ("padding", "V56"), ("detail", "S256"), ("error", "S640"), ("failed", RECORD, DEPTH))
 FILE = np.dtype([*_HEAD, ("threads", THREAD, THREADS)])
 """Whole file. ``failed`` is a copy of the stack of unfinished actions, taken where an error was raised."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Record:
         waiting: time when the thread began to block in it; 0 for an asynchronous call that is not waited for yet.
         ended: time of its end.
         size: bytes that are communicated.
-        within: number among the collectives of its group, from 1.
+        within: number among the collectives of its group, or among the messages of its kind and peer, from 1.
         step: optimizer steps taken before it.
         microbatch: number of the micro-batch within the step; -1 for none.
         peer: source or destination rank of a message; -1 for none.
@@ -90,7 +90,10 @@ class RankView:
         under_way: nested unfinished actions, the outermost first; for a failed rank, those where the error was raised.
         last: its last actions in order, the newest last.
         groups: ranks of its groups, by name.
+        begun_in: number of collectives that it has begun in each group, by name.
         world_size: ranks of the job.
+        runs_ahead: True if a wait for a collective does not block this rank's host, but only its device.
+        timeout: limit for a collective, in seconds; 0 if it is not known.
     """
 
     rank: int
@@ -106,7 +109,10 @@ class RankView:
     under_way: tuple[Record, ...] = ()
     last: tuple[Record, ...] = ()
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    begun_in: Mapping[str, int] = field(default_factory=dict)
     world_size: int = 0
+    runs_ahead: bool = False
+    timeout: float = 0.0
 
     @property
     def is_dead(self) -> bool:
@@ -135,8 +141,16 @@ class RankView:
         return max([self.begun, *(max(r.begun, r.waiting, r.ended) for r in (*newest, *self.under_way))])
 
     def reached(self, group: str) -> int:
-        """Number of collectives that it has started in a group; 0 if its last actions contain none of that group."""
-        return max((record.within for record in self.last if record.group == group), default=0)
+        """Number of collectives that it has started in a group."""
+        known = [record.within for record in self.last if record.group == group and record.peer < 0]
+        return max([self.begun_in.get(group, 0), *known])
+
+    def exchanged(self, kind: Kind, group: str, peer: int) -> int | None:
+        """Number of messages of a kind that it has started with a peer; ``None`` if its last actions do not tell."""
+        known = [
+            record.within for record in self.last if (record.kind, record.group, record.peer) == (kind, group, peer)
+        ]
+        return max(known, default=None if len(self.last) >= file_format.LAST else 0)
 
 
 def read_run(folder: Path, live: bool = True) -> list[RankView]:
@@ -167,10 +181,12 @@ def read_rank(folder: Path, rank: int, live: bool = True) -> RankView | None:
     detail, error = (file[name].decode(errors="replace") for name in ("detail", "error"))
     state, host, device = State(number), str(about.get("host", "")), str(about.get("device", ""))
     under_way, last = _actions(file, ["", *groups], detail, has_failed=state in (State.RAISED, State.LOST))
-    process = Process(ProcessState(seen), status) if seen else Process(ProcessState.RUNNING)
+    process = Process(ProcessState(seen), status or None) if seen else Process(ProcessState.RUNNING)
+    begun_in = dict(zip(groups, file["threads"]["counts"].sum(0).tolist()[1:], strict=False))
     if live and host in ("", socket.gethostname()):
         process = _inspected(pid, start, process)
-    return RankView(own, pid, state, error, host, device, begun, since, beat, process, under_way, last, groups, size)
+    whole = own, pid, state, error, host, device, begun, since, beat, process, under_way, last, groups, begun_in, size
+    return RankView(*whole, bool(about.get("runs_ahead")), float(about.get("timeout", 0)))
 
 
 def _read_about(path: Path) -> dict[str, Any]:
@@ -206,20 +222,39 @@ def _inspected(pid: int, start: int, noted: Process) -> Process:
 
 
 class FailureProbe:
-    """Cheap, repeatable check of one rank for failure, which reads only the header of its file in the run's folder."""
+    """Cheap, repeatable check of one rank for failure, which reads only the header of its file in the run's folder.
+
+    The file of a rank on this host is shared memory and stays open: a shared file system is not asked again.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._path, self._about = ring_path(folder, rank), about_path(folder, rank)
         self._pid, self._is_here = 0, False
+        self._file: BinaryIO | None = None
+
+    def close(self) -> None:
+        """Close the file."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _header(self) -> bytes:
+        if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
+            self.close()  # another file has taken its name
+        if self._file is None:
+            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
+        return os.pread(self._file.fileno(), file_format.HEADER.itemsize, 0)
 
     def has_failed(self) -> bool:
         """True if its run has ended in an error, or its process has ended before the run."""
         try:
-            with open(self._path, "rb") as file:
-                raw = file.read(file_format.HEADER.itemsize)
+            raw = self._header()
         except OSError:
             return False
+        finally:
+            if not self._is_here:
+                self.close()
         if len(raw) < file_format.HEADER.itemsize:
             return False
         _, pid, _, _, state, _, _, start, *_ = np.frombuffer(raw, file_format.HEADER)[0].item()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,7 @@ class ActionLog:
     __slots__ = (
         "_counts",
         "_depth",
+        "_messages",
         "_ring",
         "_stack",
         "_thread",
@@ -67,22 +69,28 @@ class ActionLog:
         self.clock: WaitClock | None = None
         self.write_to(recorder.file["threads"][thread])
         self.count = self._depth = 0
-        self._counts = [0] * 64
+        self._messages: Counter[tuple[int, int, int]] = Counter()
 
     @property
     def waiting_since(self) -> int:
-        """Time (``time.time_ns()``) since which this thread has been waiting for other ranks; 0 if it does not wait."""
+        """Time (``time.time_ns()``) since which this thread waits for other ranks or the device; 0 if it does not."""
         if not (depth := self._depth):
             return 0
         number = int(self._thread["stack"]["number"][depth - 1])
         record = self._thread["ring"][(number - 1) % _LAST].copy()  # a snapshot: another thread reads this property
-        waits = record["kind"] >= Kind.ALL_REDUCE or record["kind"] == Kind.RENDEZVOUS
+        waits = record["kind"] >= Kind.ALL_REDUCE or record["kind"] in (Kind.RENDEZVOUS, Kind.DEVICE)
         return int(record["waiting"]) if waits and record["number"] == number and not record["ended"] else 0
+
+    @property
+    def active(self) -> int:
+        """Time (``time.time_ns()``) of the last begin or end of an action."""
+        return max(int(self._thread["ring"][name].max()) for name in ("begun", "waiting", "ended"))
 
     def write_to(self, thread: Any) -> None:
         """Switch to the part of another file that belongs to this thread."""
         self._thread = thread
         self._stack, self._ring = (memoryview(thread[name].view(np.uint8)) for name in ("stack", "ring"))
+        self._counts = memoryview(thread["counts"])
 
     def begin(
         self, kind: int, group: int = 0, size: int = 0, peer: int = -1, waits: bool = True, detail: bool = False
@@ -103,7 +111,9 @@ class ActionLog:
         self.count = number + 1
         now = time_ns()
         within = 0
-        if group and peer < 0:
+        if peer >= 0:
+            within = self._messages[group, kind, peer] = self._messages[group, kind, peer] + 1
+        elif group:
             within = self._counts[group] = self._counts[group] + 1
         at = number % _LAST * _SIZE
         waiting = now if waits else 0

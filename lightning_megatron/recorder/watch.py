@@ -3,7 +3,7 @@
 Ranks only read each other's files, so a rank that is dead, stopped or stuck need not answer. On one host the files are
 shared memory; between hosts they are as recent as the shared file system makes them.
 
-Reading files of other hosts loads that file system, so it is bounded: see ``REMOTE`` and ``REMOTE_WAITING``.
+Reading files of other hosts loads that file system, so it is bounded: see ``REMOTE``, ``REMOTE_WAITING`` and ``MANY``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose
+from lightning_megatron.recorder.diagnosis import Diagnosis, diagnose, unmet
 from lightning_megatron.recorder.file_format import State
 from lightning_megatron.recorder.process import Process, ProcessState
 from lightning_megatron.recorder.reading import FailureProbe, RankView, read_run
@@ -40,12 +40,16 @@ SETTLES = 1.0
 """Most seconds that a rank which has lost a peer waits for the system to show that the peer is dead or stopped."""
 LONG = 3.0
 """Seconds of waiting for others after which a rank checks more files of other hosts."""
+AGAIN = 10.0
+"""Least seconds between two searches for ranks that keep the device of an inactive rank waiting."""
 ENDING = 600.0
 """Most seconds for the hooks and teardown of a rank that has raised an error; less if the timeout is shorter."""
 REMOTE = 2
 """Files of other hosts that are read at each check, in turn."""
 REMOTE_WAITING = 16
 """Files of other hosts that are read at each check while this rank has been waiting for longer than ``LONG``."""
+MANY = 64
+"""Ranks of a job that together read so many files. Those of a larger job read no more: each reads at fewer checks."""
 
 
 class PeerWatch:
@@ -86,8 +90,11 @@ class PeerWatch:
         # Each rank begins with its successor, so that ranks read different files at a time.
         others = ((rank + distance) % world_size for distance in range(1, world_size))
         self._remote = deque(FailureProbe(self._folder, other) for other in others if other not in local)
+        self._share = min(1.0, MANY / world_size)
+        self._turns = rank * self._share % 1  # ranks of a large job have theirs at different checks
         self._failed: FailureProbe | None = None
         self._before_end, self._children, self._launcher = before_end, children, launcher
+        self._looked = 0.0
         self._patience = GRACE
         self._over = threading.Event()
         self._reporting = threading.Lock()
@@ -110,6 +117,8 @@ class PeerWatch:
         self._recorder.blame = None
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5)
+        for probe in (*self._local, *self._remote):
+            probe.close()
 
     def views(self) -> list[RankView]:
         """Read every file of the run, and return the present views of all ranks."""
@@ -200,15 +209,29 @@ class PeerWatch:
             return f"rank {failed.rank} has failed", self._patience
         if self._launcher not in (None, os.getppid()):
             return f"process {self._launcher}, which launched it, has ended", self._patience
-        if self._waited > self._timeout + LATE:
+        if self._waited > self._timeout + LATE or self._waits_unseen():
             return f"other ranks have kept it waiting for more than {self._timeout:.0f} s", 0.0
         return None, 0.0
+
+    def _waits_unseen(self) -> bool:
+        """True if this rank has been inactive for too long, while others have not come to what it has started.
+
+        Its host then waits for the device outside of a recorded action, such as in a progress bar.
+        """
+        idle, now = (time.time_ns() - self._recorder.main.active) / 1e9, time.monotonic()
+        if idle < self._timeout + LATE or now - self._looked < AGAIN:
+            return False
+        self._looked = now
+        by_rank = {view.rank: view for view in self.views()}
+        own = by_rank.get(self._rank)
+        return own is not None and own.runs_ahead and bool(unmet(own, by_rank))
 
     def _failed_peer(self) -> FailureProbe | None:
         """First failed rank, if any, among those of this host and the next few of other hosts."""
         if self._failed is not None and self._failed.has_failed():
             return self._failed
-        count = REMOTE_WAITING if self._waited > LONG else REMOTE
+        self._turns = self._turns % 1 + self._share * (REMOTE_WAITING if self._waited > LONG else REMOTE)
+        count = int(self._turns)
         chosen = [*self._local, *islice(self._remote, count)]
         self._remote.rotate(-count)
         self._failed = next((probe for probe in chosen if probe.has_failed()), None)

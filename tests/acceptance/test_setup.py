@@ -248,6 +248,7 @@ STRATEGIES = {
     init_args: {tp: 1, micro_batch_size: 4, pipeline_schedule: 1f1b, timeout: "0:05:00"}""",
     "its name": "megatron",
     "its other name": "megatron_hpu",
+    "its class on a command line": "lightning_megatron.MegatronStrategy",
 }
 
 

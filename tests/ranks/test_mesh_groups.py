@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
 
-AXES = ("tp", "cp", "dp", "pp", "dp_cp", "dp_pp", "embedding", "etp", "ep", "edp", "world")
+AXES = ("tp", "cp", "dp", "pp", "dp_cp", "embedding", "etp", "ep", "edp", "world")
 
 
 def build_and_sum_ranks(layouts: list[ParallelLayout]) -> list[dict[str, Any]]:
@@ -71,8 +71,8 @@ def test_groups_reach_the_ranks_of_their_axis_and_use_only_old_arguments(ranks):
 def test_groups_with_the_same_members_are_built_once(ranks):
     """tp 2, pp 2 on 8 ranks: etp is tp, edp and dp x cp are dp, the ends of a pipeline of 2 are pp.
 
-    So 4 groups of tp, 4 of dp, 4 of pp and 2 of dp x pp.
+    So 4 groups of tp, 4 of dp and 4 of pp.
     """
     first, _, whole_world, data_only = ranks(8, build_and_sum_ranks, LAYOUTS)[0]
-    assert len(first["calls"]) == 14
+    assert len(first["calls"]) == 12
     assert whole_world["calls"] == data_only["calls"] == []

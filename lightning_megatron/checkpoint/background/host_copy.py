@@ -23,8 +23,8 @@ _SHOWN = 3
 class HostCopy:
     """Host memory for one copy of a state, allocated once and reused by later copies.
 
-    Each chunk has a storage of its own, because torch.distributed.checkpoint copies views of larger storages again.
-    Keys that show the same memory (fp32 parameters, which are their own main values) share one copy.
+    Chunks of a device lie in few pieces of page-locked memory. Keys that show the same memory (fp32 parameters, which
+    are their own main values) share one copy.
     """
 
     def __init__(self) -> None:
@@ -56,17 +56,30 @@ class HostCopy:
             chunks = [chunk for chunk in value.chunks if replicas or chunk.write]
             return replace(value, chunks=tuple(chunks if key in late else (early(key, chunk) for chunk in chunks)))
 
+        self._reserve(state, late, replicas)
         found = {key: copied(key, value) for key, value in state.items()}
         for device in waiting:
             devices.synchronize(device)
         return StateCopy(found, late, self.memory_for)
 
+    def _reserve(self, state: State, late: Collection[str], replicas: bool) -> None:
+        """Allocate the memory of all chunks on a device that have none yet."""
+        early = {key: value for key, value in state.items() if isinstance(value, Fragment) and key not in late}
+        chunks = [(key, chunk) for key, value in early.items() for chunk in value.chunks if replicas or chunk.write]
+        new = {_place(*each): each[1].data for each in chunks if not each[1].data.is_cpu}
+        new = {place: data for place, data in new.items() if place not in self._memory}
+        self._memory |= zip(new, devices.host_memories(list(new.values())), strict=True)
+
     def memory_for(self, key: str, chunk: Chunk) -> Tensor:
         """Host memory for copies of a chunk; it may still hold an earlier copy."""
-        place = key, chunk.box, chunk.data.dtype
+        place = _place(key, chunk)
         if place not in self._memory:
             self._memory[place] = devices.host_memory(chunk.data)
         return self._memory[place]
+
+
+def _place(key: str, chunk: Chunk) -> tuple[str, Box, torch.dtype]:
+    return key, chunk.box, chunk.data.dtype
 
 
 class StateCopy:

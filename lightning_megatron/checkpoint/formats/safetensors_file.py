@@ -115,7 +115,8 @@ def read_lazily(path: Path) -> dict[str, LazyTensor]:
             part = stream.get_slice(name)
             if (kind := part.get_dtype()) not in DTYPES:
                 raise CheckpointError(f"{path}: {name} is of dtype {kind}, which no model of ours has")
-            found[name] = LazyTensor(tuple(part.get_shape()), DTYPES[kind], partial(_read_whole, path, name))
+            shape, dtype = tuple(part.get_shape()), DTYPES[kind]
+            found[name] = LazyTensor(shape, dtype, partial(_read_whole, path, name), partial(_read_box, path, name))
     return found
 
 
@@ -124,6 +125,13 @@ def _read_whole(path: Path, name: str) -> Tensor:
     with _opened(path) as stream:
         tensor: Tensor = stream.get_tensor(name)
         return tensor
+
+
+def _read_box(path: Path, name: str, box: Box) -> Tensor:
+    with _opened(path) as stream:
+        ends = zip(box.offsets, box.sizes, strict=True)
+        part: Tensor = stream.get_slice(name)[tuple(slice(start, start + size) for start, size in ends)]
+        return part
 
 
 def _opened(path: Path) -> Any:

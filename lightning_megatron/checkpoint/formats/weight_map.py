@@ -10,16 +10,37 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, product
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.integrity.fault import listed
+from lightning_megatron.checkpoint.tensors.fragment import part_of
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, nearest_names
 from lightning_megatron.finite import amount, not_finite
+from lightning_megatron.params import Box
 
 _SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class ForeignParts:
+    """Parts of foreign tensors that make a box of ours.
+
+    Attributes:
+        boxes: a box of each foreign tensor; ``None`` for one that is not needed.
+        join: function of these parts that gives the box.
+    """
+
+    boxes: tuple[Box | None, ...]
+    join: Callable[..., Tensor]
+
+
+def uncut(shape: tuple[int, ...], box: Box) -> ForeignParts | None:
+    """``None``: each box of ours needs whole foreign tensors."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,8 @@ class WeightRule:
         split: inverse of ``join``.
         repeats: further names under which the files may hold the same (tied) tensor.
         otherwise: name of the tensor to use if files lack a foreign one; ``None`` if they must have it.
+        cut: function of the shape of ours and a box of it that gives the boxes of the foreign tensors which make that
+            box; ``None`` if there are none that do.
     """
 
     native: str
@@ -41,16 +64,29 @@ class WeightRule:
     split: Callable[[Tensor], Sequence[Tensor]]
     repeats: tuple[str, ...] = ()
     otherwise: str | None = None
+    cut: Callable[[tuple[int, ...], Box], ForeignParts | None] = uncut
 
 
 def same(native: str, foreign: str, *repeats: str) -> WeightRule:
     """A tensor that is the same on both sides."""
-    return WeightRule(native, (foreign,), lambda x: x, lambda x: (x,), repeats)
+
+    def join(x: Tensor) -> Tensor:
+        return x
+
+    return WeightRule(native, (foreign,), join, lambda x: (x,), repeats, cut=lambda _, box: ForeignParts((box,), join))
 
 
 def transposed(native: str, foreign: str) -> WeightRule:
     """A matrix, or one per expert, that the other program stores as ``[in, out]``."""
-    return WeightRule(native, (foreign,), lambda x: x.mT.contiguous(), lambda x: (x.mT.contiguous(),))
+
+    def join(x: Tensor) -> Tensor:
+        return x.mT.contiguous()
+
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts:
+        offsets, sizes = ((*ends[:-2], ends[-1], ends[-2]) for ends in (box.offsets, box.sizes))
+        return ForeignParts((Box(offsets, sizes),), join)
+
+    return WeightRule(native, (foreign,), join, lambda x: (x.mT.contiguous(),), cut=cut)
 
 
 def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRule:
@@ -63,7 +99,17 @@ def stacked(native: str, *foreign: str, lead: tuple[int, ...] = ()) -> WeightRul
     def split(x: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.contiguous() for part in x.flatten(0, len(lead) - 1).unbind())
 
-    return WeightRule(native, foreign, lambda *parts: torch.stack(parts).unflatten(0, lead), split)
+    def join(*parts: Tensor, sizes: tuple[int, ...] = lead) -> Tensor:
+        return torch.stack(parts).unflatten(0, sizes)
+
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts:
+        ends = zip(box.offsets, box.sizes, strict=True)
+        chosen = set(product(*(range(start, start + size) for start, size in islice(ends, len(lead)))))
+        part = Box(box.offsets[len(lead) :], box.sizes[len(lead) :])
+        boxes = (part if place in chosen else None for place in product(*map(range, lead)))
+        return ForeignParts(tuple(boxes), partial(join, sizes=box.sizes[: len(lead)]))
+
+    return WeightRule(native, foreign, join, split, cut=cut)
 
 
 def interleaved_experts(native: str, foreign: str) -> WeightRule:
@@ -79,8 +125,18 @@ def interleaved_experts(native: str, foreign: str) -> WeightRule:
 def fused_qkv(native: str, foreign: tuple[str, ...], heads: int, groups: int) -> WeightRule:
     """Queries, keys and values of three tensors, or concatenated in one tensor, to rows of query groups."""
     join, split = partial(fuse_qkv, groups=groups), partial(split_qkv, heads=heads, groups=groups)
+
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts | None:
+        queries, dim = heads // groups, shape[0] // (heads + 2 * groups)
+        first, rest = divmod(box.offsets[0], (queries + 2) * dim)
+        number, ragged = divmod(box.sizes[0], (queries + 2) * dim)
+        if rest or ragged:
+            return None
+        rows = [Box((first * n, *box.offsets[1:]), (number * n, *box.sizes[1:])) for n in (queries * dim, dim, dim)]
+        return ForeignParts(tuple(rows), partial(fuse_qkv, groups=number))
+
     if len(foreign) == 3:
-        return WeightRule(native, foreign, join, split)
+        return WeightRule(native, foreign, join, split, cut=cut)
     return WeightRule(native, foreign, lambda x: join(*x.tensor_split(3)), lambda x: (torch.cat(split(x)),))
 
 
@@ -202,7 +258,8 @@ class WeightMap:
                 made = f"{rule.native} {list(shape)}"
                 faults.append(f"{_shown(rule, parts)}: makes {made}, and the model's is {list(required)}")
             repeats = {name: foreign[file_names[name]] for name in rule.repeats if name in file_names}
-            found[rule.native] = LazyTensor(shape, joined.dtype, partial(_joined, rule, parts, repeats))
+            read = partial(_joined, rule, parts, repeats, shape)
+            found[rule.native] = LazyTensor(shape, joined.dtype, read, read)
         if faults:
             raise CheckpointError(f"the tensors do not fit the model:\n{listed(faults)}")
         return found
@@ -238,18 +295,32 @@ class WeightMap:
         return name if known else self.prefix + name
 
 
-def _joined(rule: WeightRule, parts: Sequence[LazyTensor], repeats: Mapping[str, LazyTensor]) -> Tensor:
-    foreign = [part.materialize() for part in parts]
-    for name in not_finite(zip(rule.foreign, foreign, strict=True)):
-        bad = amount(foreign[rule.foreign.index(name)])
-        raise CheckpointError(f"{name}, of which {rule.native} is made: {bad}")
-    joined = rule.join(*foreign)
+def _joined(
+    rule: WeightRule,
+    parts: Sequence[LazyTensor],
+    repeats: Mapping[str, LazyTensor],
+    shape: tuple[int, ...],
+    box: Box | None = None,
+) -> Tensor:
+    """A box of our tensor, or all of it."""
+    cut = None if box is None else rule.cut(shape, box)
+    boxes = [None] * len(parts) if cut is None else cut.boxes
+    join = rule.join if cut is None else cut.join
+
+    def read(tensor: LazyTensor, part: Box | None) -> Tensor:
+        return tensor.materialize() if part is None else tensor.part(part)
+
+    needed = zip(rule.foreign, parts, boxes, strict=True)
+    foreign = {name: read(tensor, part) for name, tensor, part in needed if part is not None or cut is None}
+    for name in not_finite(foreign.items()):
+        raise CheckpointError(f"{name}, of which {rule.native} is made: {amount(foreign[name])}")
+    joined = join(*foreign.values())
     for name, repeat in repeats.items():
-        if not torch.equal(joined, rule.join(repeat.materialize()).to(joined.dtype)):
+        if not torch.equal(joined, join(read(repeat, boxes[0])).to(joined.dtype)):
             original = rule.foreign[0]
             reason = f"the configuration ties it to {original}, and their values differ: untie them there"
             raise ConfigError([Problem("tensor", name, reason)])
-    return joined
+    return joined if box is None or cut is not None else part_of(joined, box)
 
 
 def _split(rule: WeightRule, whole: LazyTensor) -> Sequence[Tensor]:

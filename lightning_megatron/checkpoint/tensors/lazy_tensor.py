@@ -9,7 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.tensors.fragment import part_of
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.params import Box
 
 _SHOWN = 8
 
@@ -22,11 +24,19 @@ class LazyTensor:
         shape: shape of the whole tensor, without padding.
         dtype: its dtype.
         materialize: function that reads or computes the values; nothing is cached, so each call does so again.
+        read: function that reads a box of the values alone; ``None`` if there is no cheaper way than all of them.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     materialize: Callable[[], Tensor]
+    read: Callable[[Box], Tensor] | None = None
+
+    def part(self, box: Box) -> Tensor:
+        """The values of a box."""
+        if box.is_empty:
+            return torch.empty(box.sizes, dtype=self.dtype)
+        return part_of(self.materialize(), box) if self.read is None else self.read(box)
 
     def on_meta(self) -> Tensor:
         """A tensor on the meta device, to work out shapes and dtypes without memory."""
@@ -42,7 +52,9 @@ def in_dtype(tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> di
         more = ((other, tensors[other].materialize()) for other in others)
         return cast(name, tensors[name].materialize(), kinds[name], more)
 
-    return {name: replace(x, dtype=kinds[name], materialize=partial(read, name)) for name, x in tensors.items()}
+    return {
+        name: replace(x, dtype=kinds[name], materialize=partial(read, name), read=None) for name, x in tensors.items()
+    }
 
 
 def cast(name: str, value: Tensor, dtype: torch.dtype, others: Iterable[tuple[str, Tensor]]) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_megatron import device as devices
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.machine import container, gaudi, host
+from lightning_megatron.machine import container, gaudi, host, network
 from lightning_megatron.machine.finding import Finding
 
 _ARCHIVED_UNTIL = (2, 5, 5)
@@ -35,6 +35,7 @@ def findings(ranks: int) -> list[Finding]:
         *gaudi.environment(rest),
         host.shared_memory(),
         host.open_files(ranks),
+        *([network.gloo_interface()[1]] if ranks > 1 else ()),
     ]
 
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.recipes.job import STRATEGIES
+from lightning_megatron.cli.recipes.job import STRATEGIES, recipe_shape
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, is_whole, problems_of, raise_if_any
+from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.launching.cluster import Cluster, cluster_of
-from lightning_megatron.launching.job import LAYOUT_SIZES, OPTIONS, SIZES, TrainingJob
+from lightning_megatron.launching.job import LAYOUT_SIZES, MODEL_SIZES, OPTIONS, SIZES, TrainingJob
 from lightning_megatron.recipes.contents import arguments_of, class_of, contents_of, mapping_of, merged
 from lightning_megatron.recipes.environment import changes_of
 from lightning_megatron.recipes.names import files_of, is_file
@@ -50,7 +51,7 @@ def read_job(
     changed = {name: variables[name] for name in OPTIONS if variables.get(name)}
     cluster = replace(cluster, environment={**changed, **cluster.environment})
     found = _contradictions(trainer, recipe.get("cluster"), cluster) + _size_problems(cluster.environment, arguments)
-    raise_if_any(found or _layout_problems(trainer, cluster))
+    raise_if_any(found or _layout_problems(trainer, cluster) + ([] if arguments else _model_problems(recipe, cluster)))
     moved = merged(recipe, changes_of(recipe, cluster.environment))
     parts = tuple(config for config in configs if _is_for_fit(config))
     return TrainingJob(cluster, parts, tuple(arguments), _checkpoints(mapping_of(moved, "trainer")), from_hf)
@@ -101,6 +102,15 @@ def _layout_problems(trainer: Mapping[str, Any], cluster: Cluster) -> list[Probl
     sizes = {size: arguments[size] for size in _LAYOUT if arguments.get(size) is not None}
     faults = problems_of(lambda: ParallelLayout(**sizes))
     return faults or ParallelLayout(**sizes).problems(world_size=cluster.world_size)
+
+
+def _model_problems(recipe: Mapping[str, Any], cluster: Cluster) -> list[Problem]:
+    """Problems of the model's shape with the sizes of variables; arguments for ``fit`` may change it once more."""
+    sizes = {n.lower(): int(cluster.environment[n]) for n in MODEL_SIZES if cluster.environment.get(n)}
+    found: list[Problem] = []
+    if sizes and class_of(recipe.get("model")) in DEFAULT_PRESETS:
+        recipe_shape(recipe, found, **sizes)
+    return found
 
 
 def _checkpoints(trainer: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lightning_megatron.planning.core.communicators import num_communicators
 from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.core.term import Term
@@ -60,6 +61,9 @@ def plan_text(plan: Plan, device: DeviceSpec | None, *, titled: bool = True) -> 
     where = f" on pipeline rank {plan.pipeline_rank}" if plan.job.layout.pp > 1 else ""
     limit = "" if plan.limit is None else f" of {plan.limit / GIB:.1f}"
     yield f"memory {memory.peak / GIB:.2f} GiB{limit}{where}, most in {memory.moment}"
+    if plan.communicator_bytes:
+        number = num_communicators(plan.job.layout)
+        yield f"{number} communicators of NCCL take {plan.communicator_bytes / GIB:.1f} GiB more (published: 0.5 each)"
     if plan.is_tight:
         least, most = ALLOCATOR_KEEPS
         yield f"tight: allocators keep {least:.0%} to {most:.0%} more than this; lower --max-memory for them"
@@ -122,6 +126,7 @@ def as_data(plan: Plan, device: DeviceSpec | None) -> dict[str, Any]:
         "fits": plan.fits,
         "tight": plan.is_tight,
         "limit_bytes": plan.limit,
+        "communicator_bytes": plan.communicator_bytes,
         "memory_bytes": plan.memory.peak,
         "memory_after_step_bytes": plan.memory.after_step,
         "memory_moment": plan.memory.moment,

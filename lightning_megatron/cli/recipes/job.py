@@ -58,7 +58,7 @@ def read_recipe(paths: Sequence[str], given: Given) -> PlannedJob:
     found: list[Problem] = []
     arguments = _strategy(trainer, found)
     devices = given.devices or _devices(trainer, found)
-    config = given.config or _config(recipe, found)
+    config = given.config or recipe_shape(recipe, found)
     data = arguments_of(recipe.get("data"))
     seq_length = given.seq_length or data.get("seq_length")
     if not is_whole(seq_length, at_least=1):
@@ -105,7 +105,8 @@ def _devices(trainer: Mapping[str, Any], found: list[Problem]) -> int:
     return 1
 
 
-def _config(recipe: Mapping[str, Any], found: list[Problem]) -> TransformerConfig | None:
+def recipe_shape(recipe: Mapping[str, Any], found: list[Problem], **changes: int) -> TransformerConfig | None:
+    """Shape of a recipe's model with other sizes; ``None`` where problems are ``found``."""
     model = recipe.get("model")
     name = class_of(model)
     if name not in DEFAULT_PRESETS:
@@ -114,7 +115,7 @@ def _config(recipe: Mapping[str, Any], found: list[Problem]) -> TransformerConfi
         return None
     try:
         shape = arguments_of(model).get("config") or DEFAULT_PRESETS[name]
-        return configuration(shape, **mapping_of(model, "dict_kwargs"))
+        return configuration(shape, **{**mapping_of(model, "dict_kwargs"), **changes})
     except ConfigError as error:
         found += error.problems
         return None

@@ -138,7 +138,7 @@ def gathered_load(module: LightningModule, mesh: ParallelMesh) -> tuple[dict[int
 def _means(values: Tensor, forwards: Tensor, mesh: ParallelMesh) -> dict[str, float]:
     """Mean of each loss over layers and micro-batches; a micro-batch's loss is the sum over its tp x cp ranks."""
     has = forwards > 0
-    means = (values[has] * mesh.tp_cp.size / forwards[has].unsqueeze(1)).mean(0)
+    means = (values[has] * mesh.tp.size * mesh.cp.size / forwards[has].unsqueeze(1)).mean(0)
     return {name: float(mean) for name, mean in zip(LOSSES, means, strict=True) if mean}
 
 

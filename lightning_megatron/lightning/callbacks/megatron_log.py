@@ -109,7 +109,7 @@ class MegatronLog(Callback):
             plan, dp = data.sample_plan, strategy.data_parallel_size
             micro = strategy.micro_batch_size or plan.batch_of(dp)
             number = -(-plan.batch_of(dp) // micro) * trainer.accumulate_grad_batches
-            found.append(lines.batch_line(number, plan.global_batch(dp), plan.rampup))
+            found.append(lines.batch_line(number, plan.global_batch(dp), plan.rampup_batch_size))
         if (tokenizer := getattr(data, "tokenizer", None)) is not None:
             found.append(f"> building {type(tokenizer).__name__} tokenizer ...")
         if isinstance(config, TransformerConfig):

@@ -163,6 +163,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("ops/cpu/attention_blocks.py",),
         "a softmax backward in one pass",
     ),
+    *(
+        PrivateName(name, "torch.ops.aten", ("ops/flash/flash_attention.py",), "flash with its log-sum-exp and windows")
+        for name in ("_flash_attention_forward", "_flash_attention_backward")
+    ),
     PrivateName("_index_put_impl_", "torch.ops.aten", ("ops/accumulate.py",), "rows added in one order, with no wait"),
     PrivateName("_backward_hooks", "torch.Tensor", (_HERE,), "hooks on a parameter"),
     PrivateName("_post_accumulate_grad_hooks", "torch.Tensor", (_HERE,), "hooks on a parameter"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,25 @@ ELSEWHERE = {
 
 COUNTS = ("train_samples", "val_samples", "test_samples")
 """Arguments with numbers of samples, in the order of the splits."""
+
+
+def without_samples(part: int, paths: Mapping[str, Any], split: str, seq_length: int) -> str | None:
+    """Text about a split that has no sample.
+
+    Args:
+        part: 0 for training, 1 for validation, 2 for tests.
+        paths: data paths by argument.
+        split: shares of ``data_path``, if that is the only one.
+        seq_length: tokens of a sample.
+
+    Returns:
+        The text; ``None`` where nothing is asked for: no path, or a share of zero. Training is always asked for.
+    """
+    whole, argument = len(paths) != 1, ("data_path", "val_data_path", "test_data_path")[part]
+    if part and (paths.get(argument) if whole else parse_split(split)[part]) is None:
+        return None
+    source = paths.get(argument) if whole else f"split={split!r} of {paths['data_path']}"
+    return f"{source} has no sample of {seq_length} tokens for {COUNTS[part]}"
 
 
 def readable_paths(argument: str) -> Check:

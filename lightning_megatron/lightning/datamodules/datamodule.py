@@ -24,7 +24,6 @@ from lightning_megatron.data.build import (
     SampleDataset,
     file_problems,
     parse_data_path,
-    parse_split,
     share_problems,
 )
 from lightning_megatron.data.fingerprint import (
@@ -39,7 +38,7 @@ from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.data.sampler import ConsecutiveEpochs, MegatronSampler
 from lightning_megatron.data.tokenizers import TOKENIZER_TYPES, Tokenizer, tokenizer_beside
 from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
-from lightning_megatron.lightning.datamodules.arguments import COUNTS, DATA_RULES, ELSEWHERE
+from lightning_megatron.lightning.datamodules.arguments import COUNTS, DATA_RULES, ELSEWHERE, without_samples
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.streams.sample_plan import SamplePlan
 from lightning_megatron.lightning.validation.samples import count_samples
@@ -130,7 +129,8 @@ class MegatronDataModule(LightningDataModule):
         self.sample_plan = SamplePlan(batch_size, train_samples, global_batch_size, rampup_batch_size)
         self.data_path, self.val_data_path, self.test_data_path = separated(data_path, val_data_path, test_data_path)
         self.seq_length, self.split, self.seed = seq_length, split, seed
-        self.samples = (train_samples, val_samples, test_samples)
+        self._samples = (train_samples, val_samples, test_samples)
+        self.val_samples, self.test_samples = val_samples, test_samples
         self.num_workers, self.cache_dir = num_workers, None if cache_dir is None else os.fspath(cache_dir)
         self.eod_mask_loss, self.reset_position_ids = eod_mask_loss, reset_position_ids
         self.reset_attention_mask = reset_attention_mask
@@ -138,6 +138,8 @@ class MegatronDataModule(LightningDataModule):
         if tokenizer_type is not None and tokenizer_model is vocab_file is None:
             tokenizer_model = tokenizer_beside(tokenizer_type, Path(parse_data_path(self.data_path).prefixes[0]).parent)
         model, vocab, merges = (None if f is None else os.fspath(f) for f in (tokenizer_model, vocab_file, merge_file))
+        self.tokenizer_type, self.tokenizer_model = tokenizer_type, model
+        self.vocab_file, self.merge_file = vocab, merges
         self._spec = None if tokenizer_type is None else TokenizerSpec(tokenizer_type, model, vocab, merges)
         self.tokenizer: Tokenizer | None = None if self._spec is None else self._spec.build()
         self._datasets: tuple[SampleDataset | None, ...] = (None, None, None)
@@ -169,7 +171,7 @@ class MegatronDataModule(LightningDataModule):
         return found if found or len(self._paths) > 1 else self._share_problems()
 
     def _share_problems(self) -> list[Problem]:
-        return share_problems(self.data_path, self.split, dict(zip(COUNTS, self.samples, strict=True)))
+        return share_problems(self.data_path, self.split, dict(zip(COUNTS, self._samples, strict=True)))
 
     @property
     def required_tokenizer(self) -> TokenizerSpec | None:
@@ -216,10 +218,13 @@ class MegatronDataModule(LightningDataModule):
         self._note_steps()
         self._datasets = self._build()
         trainer, part = self.trainer, 1 if stage in ("fit", "validate") else 2
-        if self._datasets[part] is None and len(self._paths) == 1 and parse_split(self.split)[part] is not None:
-            rank_zero_warn(f"split={self.split!r} leaves no tokens of {self.data_path} for {COUNTS[part]}")
+        asked = self._paths, self.split, self.seq_length
+        if self._datasets[part] is None and (missing := without_samples(part, *asked)) is not None:
+            rank_zero_warn(missing)
         if stage == "fit":  # a position belongs to one run
             self._train_loader = self._saved_place = None
+            if self._datasets[0] is None:
+                raise DataError(without_samples(0, *asked))
         if stage == "fit" and trainer is not None and self.sample_plan.ends(trainer, self._counts_samples):
             raise_if_any(self.sample_plan.missing(len(self._datasets[0] or ())))
             self._ends_training = True
@@ -252,7 +257,7 @@ class MegatronDataModule(LightningDataModule):
         return self.sample_plan.wanted(self.trainer, self._max_steps, self._dp_size)
 
     def _build(self) -> tuple[SampleDataset | None, ...]:
-        (_, val, test), epochs = self.samples, self.sample_plan.epochs(self.trainer)
+        (_, val, test), epochs = self._samples, self.sample_plan.epochs(self.trainer)
         self._samples_drawn = train = self._samples_wanted
         given = self.data_path, self.val_data_path, self.test_data_path
         whole = given[1] is not None or given[2] is not None
@@ -362,9 +367,9 @@ class MegatronDataModule(LightningDataModule):
             }
         except (OSError, ConfigError, DataError) as error:
             read, held_out = f"cannot be read: {type(error).__name__}", {}
-        samples = dict(zip(COUNTS, self.samples, strict=True))
+        samples = dict(zip(COUNTS, self._samples, strict=True))
         plan = self.sample_plan
-        batches = {"global_batch_size": plan.global_batch_size, "rampup_batch_size": plan.rampup}
+        batches = {"global_batch_size": plan.global_batch_size, "rampup_batch_size": plan.rampup_batch_size}
         given = {name: value for name, value in batches.items() if value is not None}
         return {"batch_size": self.batch_size, **given, **samples, "fingerprint": read, **held_out}
 

@@ -58,7 +58,7 @@ class SentenceDataModule(MegatronDataModule):
         if len(blend.prefixes) > 1 and blend.weights is None:  # a member without a sample is left out
             return []
         count = "two sentences" if self.fewest_sentences == 2 else "one sentence"
-        for argument, samples, span in zip(COUNTS, self.samples, parse_split(self.split), strict=True):
+        for argument, samples, span in zip(COUNTS, self._samples, parse_split(self.split), strict=True):
             for prefix in blend.prefixes if samples and span is not None else ():
                 dataset = IndexedDataset(prefix)
                 if not self._is_usable(dataset, documents_in_share(dataset, span or (0.0, 0.0))):

@@ -29,6 +29,8 @@ from lightning_megatron.lightning.modules.adapted import AdaptedModule, Adapters
 from lightning_megatron.lightning.modules.schedules import ModuleSchedules, samples_of_last_step
 from lightning_megatron.lightning.modules.text_batch import tokens_of
 from lightning_megatron.lightning.modules.token_mean import LossReduction
+from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
+from lightning_megatron.lightning.strategy.trained_parameters import is_fitting
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.models.stages import StagedModel
@@ -258,8 +260,8 @@ class TransformerModule(AdaptedModule):
         model, before, now = self.model, self._megatron_placement, self._placement()
         if model is not None and (before is None or before.is_valid_for(now)):
             return
-        loads_all = self._weights is not None and self._weights.strict and model is None
         strategy = self.megatron_strategy
+        loads_all = model is None and self._is_loaded_whole(strategy)
         with nullcontext() if strategy is None else strategy.precision_plugin.params_dtype():
             with weights_follow() if loads_all else nullcontext():
                 self.model = self.build_model(now)  # and fp8
@@ -271,6 +273,13 @@ class TransformerModule(AdaptedModule):
         self._megatron_placement = now
         if now.compile_backend is not None:
             self.compile_blocks(now.compile_backend)
+
+    def _is_loaded_whole(self, strategy: MegatronStrategy | None) -> bool:
+        """True if a file will replace every weight of the new model, or the run ends with the names that it lacks."""
+        if self._weights is not None:
+            return self._weights.strict
+        restores = strategy is not None and is_fitting(self) and strategy.checkpoints.folders.restores
+        return restores and self.strict_loading and not self.lora
 
     def build_model(self, placement: Placement) -> StagedModel:
         """This rank's part of the model.

@@ -15,8 +15,8 @@ class HookMarks(Callback):
 
     reads_parameters = False
 
-    def __init__(self, action_log: ActionLog, trainer: Trainer) -> None:
-        self._action_log, self._trainer = action_log, trainer
+    def __init__(self, action_log: ActionLog, trainer: Trainer, runs_ahead: bool = False) -> None:
+        self._action_log, self._trainer, self._runs_ahead = action_log, trainer, runs_ahead
         self._token: int | None = None
 
     def begin(self, kind: Kind) -> None:
@@ -35,11 +35,19 @@ class HookMarks(Callback):
         """Start to wait for data, at the start of a loop or the end of a batch."""
         self.begin(Kind.DATA)
 
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Record the wait for the metrics of the progress bar: Lightning reads them next, with or without a bar."""
+        self.end()
+        if self._runs_ahead:
+            with self._action_log.during(Kind.DEVICE):
+                _ = self._trainer.progress_bar_metrics
+        self._wait_for_data()
+
     def _go_on(self, *args: Any, **kwargs: Any) -> None:
         """End the wait: a batch has come, or there is none left."""
         self.end()
 
-    on_train_epoch_start = on_train_batch_end = _wait_for_data
+    on_train_epoch_start = _wait_for_data
     on_validation_epoch_start = on_validation_batch_end = _wait_for_data
     on_test_epoch_start = on_test_batch_end = _wait_for_data
     on_predict_epoch_start = on_predict_batch_end = _wait_for_data

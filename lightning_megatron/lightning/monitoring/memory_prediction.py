@@ -14,7 +14,7 @@ from lightning_megatron.machine.byte_size import told_bytes
 from lightning_megatron.planning.core.device_file import DeviceSpec
 from lightning_megatron.planning.core.job import PlannedJob
 from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.planning.plan import Plan, kernels_of, plan_of
+from lightning_megatron.planning.plan import Plan, communicator_bytes, kernels_of, plan_of
 from lightning_megatron.planning.ways_out import ways_out
 
 _log = logging.getLogger(__name__)
@@ -61,11 +61,19 @@ class MemoryPrediction:
     def measure(self, name: str, step: int, device: torch.device, pipeline_rank: int) -> None:
         """Log once the measured peak of the first steps and its prediction, on devices that count their memory.
 
+        On CUDA also what is in use beside tensors: communicators, libraries, and other processes.
+
         ``step`` is the number of optimizer steps so far.
         """
-        if self.job is None or self._has_measured or step < MEASURED_AFTER or device.type == devices.CPU.type:
+        if self._has_measured or step < MEASURED_AFTER or device.type == devices.CPU.type:
             return
         self._has_measured = True
+        if (beside := devices.memory_beside_tensors(device)) is not None:
+            guess = 0 if self.job is None else communicator_bytes(self.job, self._device)
+            known = f", {told_bytes(guess)} of it predicted for communicators" if guess else ""
+            rank_zero_info(f"{name}: {told_bytes(beside)} of rank 0's device are in use beside tensors{known}")
+        if self.job is None:
+            return
         predicted, measured = (
             memory_of(self.job, pipeline_rank, kernels_of(self._device)).peak,
             devices.peak_memory_bytes(device),

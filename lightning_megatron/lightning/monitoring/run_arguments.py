@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def run_arguments(trainer: Trainer, module: LightningModule, settings: Mapping[s
     Args:
         settings: arguments of the strategy.
     """
-    found: dict[str, object] = dict(settings)
+    found: dict[str, object] = {**settings, "accelerator": type(trainer.accelerator).__name__}
     parts: dict[str, dict[str, object]] = {
         "model": dict(_flat(module.hparams)),
         "trainer": {name: getattr(trainer, name) for name in _OF_TRAINER},
@@ -42,10 +43,12 @@ def run_arguments(trainer: Trainer, module: LightningModule, settings: Mapping[s
 
 
 def _flat(arguments: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Entries with plain values, those of nested mappings too."""
+    """Entries with plain values, those of nested mappings and dataclasses too."""
     for name, value in arguments.items():
         if isinstance(value, Mapping):
             yield from _flat(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            yield from _flat(asdict(value))
         elif isinstance(value, _PLAIN) or (
             isinstance(value, list | tuple) and all(isinstance(v, _PLAIN) for v in value)
         ):

@@ -20,7 +20,7 @@ from lightning_megatron.lightning.pretrained.hugging_face import hf_problems, hf
 from lightning_megatron.lightning.pretrained.megatron import megatron_tensors
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.stages import StagedModel
-from lightning_megatron.params import copy_slice, named_weights
+from lightning_megatron.params import copy_box, named_weights
 
 _Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,9 +31,10 @@ def is_foreign(path: PathLike) -> bool:
 
 
 def load_foreign_weights(module: nn.Module, path: PathLike, mesh: ParallelMesh) -> None:
-    """Fill the model inside a module; all ranks call this, and each reads the tensors of its own stages.
+    """Fill the model inside a module; all ranks call this, and each reads its own part of the tensors.
 
-    One tensor is in memory at a time beside the model, which must be the only one of this package in the module.
+    A part of one tensor is in memory at a time beside the model, which must be the only one of this package in the
+    module.
 
     Raises:
         CheckpointError: on every rank, if anything is wrong on any.
@@ -50,7 +51,8 @@ def load_foreign_weights(module: nn.Module, path: PathLike, mesh: ParallelMesh) 
     def fill() -> None:
         for name, weight, spec in named_weights(model):
             if adapter_of(name) is None:
-                copy_slice(name, weight, spec, tensors[name].materialize(), mesh.shard_ranks)
+                box = spec.local_box(tuple(weight.shape), mesh.shard_ranks)
+                copy_box(weight, tensors[name].part(box))
 
     doing = f"loading {path}"
     model, tensors = on_all_ranks(mesh, doing, open_tensors)

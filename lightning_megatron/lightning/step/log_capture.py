@@ -23,6 +23,7 @@ from lightning_megatron.comm.objects import broadcast_pickled
 from lightning_megatron.lightning.compat._private import set_shown_value
 from lightning_megatron.lightning.step.metric_sync import last_value, step_reduction
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.file_format import Kind
 
 
 @dataclass
@@ -203,7 +204,9 @@ class LogSync:
         packed = self._pack(numbers, changed=own != self._headers.get(step, _UNTOLD)) if is_source else self._empty()
         broadcast_in_place(packed, self._axis, -1)
         excess: list[float] = []
-        if bool(packed[0]):
+        with self._axis.during(Kind.DEVICE):
+            has_changed = bool(packed[0])
+        if has_changed:
             sent = own, [float(number) for number in numbers[self._CAPACITY :]]  # only the last stage's is used
             self._headers[step], excess = broadcast_pickled(sent, self._axis, self._axis.ranks[-1], self._device)
         header = self._headers.get(step, _UNTOLD)

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_megatron import checkpoint
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.lightning.checkpointing.run_folders import RunFolders, asks_for_last, nothing_good, patience
-from lightning_megatron.lightning.run_state.last_checkpoint import warn_of_new_folder
+from lightning_megatron.lightning.run_state.last_checkpoint import NAMED, warn_of_new_folder
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 
 T = TypeVar("T")
@@ -22,6 +22,7 @@ class SaveFolders:
 
     Attributes:
         goes_on_from_last: True from the start of a fit with ``ckpt_path="last"`` until its checkpoint is chosen.
+        restores: True if the latest fit loads a checkpoint, as far as it is known before the model is built.
     """
 
     def __init__(self, ranks: JobRanks) -> None:
@@ -30,7 +31,7 @@ class SaveFolders:
         self._found_none = False
         self._went_on_from: checkpoint.Progress | None = None
         self._generation: int | None = None
-        self.goes_on_from_last = False
+        self.goes_on_from_last = self.restores = False
 
     def begin_fit(self, trainer: Trainer, ckpt_path: Any) -> bool:
         """Reset for a new fit; True if it asks for the last checkpoint."""
@@ -38,6 +39,7 @@ class SaveFolders:
         self._went_on_from = self._generation = None
         self._found_none = False
         self.goes_on_from_last = asks_for_last(trainer, ckpt_path)
+        self.restores = bool(ckpt_path) and str(ckpt_path).partition(":")[0] not in NAMED
         return self.goes_on_from_last
 
     def find_last(self, trainer: Trainer, ckpt_path: Any) -> Any:
@@ -61,7 +63,8 @@ class SaveFolders:
             return None if found is None else str(found)
 
         found = self._on_rank_0(look)
-        self.goes_on_from_last, self._found_none = found is not None, found is None
+        self.goes_on_from_last = self.restores = found is not None
+        self._found_none = found is None
         if found is None and ckpt_path == "last" and self._on_rank_0(lambda: warn_of_new_folder(trainer)):
             return None  # Lightning would warn, too, and advise what the user has done already
         return ckpt_path if found is None else found

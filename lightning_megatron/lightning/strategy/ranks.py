@@ -22,6 +22,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_in_place
 from lightning_megatron.comm.loopback import LoopbackPort
 from lightning_megatron.comm.objects import all_gather_object, barrier, broadcast_pickled
+from lightning_megatron.comm.p2p import greet_neighbours
 from lightning_megatron.comm.rendezvous import Store
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import described
@@ -30,10 +31,12 @@ from lightning_megatron.lightning.strategy.memory_trials import MemoryTrials
 from lightning_megatron.lightning.strategy.process_end import ProcessEnd
 from lightning_megatron.lightning.streams.generators import copy_generators, generator_hashes
 from lightning_megatron.lightning.validation.settings import JobSettings
+from lightning_megatron.machine import network
 from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh, coordinate, dense_grid
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.ops.registry import Ops
+from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -138,6 +141,8 @@ class JobRanks:
         if files.fault:
             rank_zero_warn(f"{files.subject}: {files.value}; {files.fault}")
         ranks = {"world_size": own.world_size, "rank": own.global_rank, "local_rank": own.local_rank}
+        layout = self.job.layout
+        devices.order_launches(own.root_device, tp=layout.tp, cp=layout.cp, ep=layout.ep)
         devices.take_card(own.root_device, **ranks)
         self.device_is_taken = True
         devices.keep_freed_memory(own.root_device)
@@ -168,19 +173,29 @@ class JobRanks:
             if self.num_nodes == 1 and not dist.is_torchelastic_launched():
                 self._store = self.port.store(environment.main_port, *ranks, self.timeout)
             else:
+                self._name_interface()
                 self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self.timeout))
         return self._store
+
+    def _name_interface(self) -> None:
+        """Name gloo a network interface if other machines could not reach the address that it would take."""
+        name, found = network.gloo_interface(os.environ["MASTER_ADDR"])
+        if self.num_nodes > 1 and name is not None:
+            os.environ[network.VARIABLE] = name
+        if self.num_nodes > 1 and (name is not None or found.fault) and self.strategy.local_rank == 0:
+            _log.warning("%s: %s", found.subject, found.fault or found.value)
 
     def create_mesh(self) -> ParallelMesh:
         """Create the process groups; all ranks call this."""
         own = self.strategy
         if own.world_size > 1 and not dist.is_initialized():
+            devices.connect_on_demand(own.world_size)
             dist.init_process_group(
                 self.job.process_group_backend or devices.kind_of(own.root_device).backend,
                 store=self._store,
                 rank=own.global_rank,
                 world_size=own.world_size,
-                timeout=self.timeout,
+                timeout=devices.backend_timeout(own.root_device, self.timeout),
             )
         if not dist.is_initialized():
             return ParallelMesh.single(own.root_device, self.recorder)
@@ -188,7 +203,7 @@ class JobRanks:
         return ParallelMesh.create(self.job.layout, own.root_device, self.timeout, self.recorder)
 
     def register_end(self) -> None:
-        """Register the exit hook of this process, on devices whose software waits for other ranks at exit."""
+        """Register the exit hook of this process, on devices whose processes must end together."""
         if dist.is_initialized() and devices.collective_traits(self.strategy.root_device).exit_waits:
             self.end.register()
 
@@ -203,11 +218,19 @@ class JobRanks:
         ):
             return
         cards = all_gather_object(mesh, devices.card_variables())
-        rank_zero_info(f"cards of the ranks: {devices.describe_cards(cards)}")
+        if any(cards):
+            rank_zero_info(f"cards of the ranks: {devices.describe_cards(cards)}")
         mesh.connect()
-        for axis in mesh.device_axes:
-            seconds = mesh.connect_seconds[axis.name]
-            rank_zero_info(f"{axis.name} ({axis.size} ranks): the first collective took {seconds:.1f} s")
+        rings = {mesh.pp: mesh.layout.vpp > 1} | ({mesh.cp: True} if mesh.layout.cp_comm_type == "p2p" else {})
+        for axis, is_ring in rings.items():
+            if axis.size > 1:
+                with mesh.connecting(f"{axis.name} messages"):
+                    greet_neighbours(axis, self.strategy.root_device, is_ring)
+        for name, seconds in mesh.connect_seconds.items():
+            axis = getattr(mesh, name.partition(" ")[0])
+            what = "messages" if "messages" in name else "collective"
+            free = f", and {mesh.free_bytes[name] / (1 << 30):.1f} GiB are free" if name in mesh.free_bytes else ""
+            rank_zero_info(f"{axis.name} ({axis.size} ranks): the first {what} took {seconds:.1f} s{free}")
 
     def agree_on_seed(self) -> None:
         """Ranks that build shards of one model must draw the same numbers, also if the user has not seeded anything."""
@@ -266,7 +289,8 @@ class JobRanks:
         self.trials.agree()
         votes = torch.tensor(float(decision), device=self.strategy.root_device)
         all_reduce_in_place(votes, self._axis("world"))
-        return bool(votes == self.strategy.world_size) if of_all else bool(votes > 0)
+        with self.recorder.main.during(Kind.DEVICE):
+            return bool(votes == self.strategy.world_size) if of_all else bool(votes > 0)
 
     def log_error(self, exception: BaseException) -> None:
         """Log the rank that failed, with its place in the model: of many tracebacks one is the cause."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 
+from lightning_megatron import device as devices
 from lightning_megatron.comm.rendezvous import Meeting, Store
 from lightning_megatron.errors import described
 from lightning_megatron.lightning.compat._private import trainer_of
@@ -127,18 +128,20 @@ class ActionRecord:
         self._watch_peers()
         if trainer is None or self._recorder.folder is None:
             return []
-        self._marks = HookMarks(self._recorder.main, trainer)
+        self._marks = HookMarks(self._recorder.main, trainer, self._runs_ahead)
         return [self._marks]
 
     def _open(self, folder: Path, only: bool = True) -> None:
         if not (self._ranks.job.record_actions and only):
             return
-        rank, world_size = self._strategy.global_rank, self._strategy.world_size
+        rank, world_size, device = self._strategy.global_rank, self._strategy.world_size, self._strategy.root_device
+        timing = {"runs_ahead": self._runs_ahead, "timeout": self._ranks.timeout.total_seconds()}
+        devices.keep_flight_records(device, str(folder))
         try:
             if self._strategy.is_global_zero:
                 remove_old(self._root)
             self._recorder.open(folder, rank, world_size)
-            self._recorder.describe({"host": socket.gethostname(), "device": str(self._strategy.root_device)})
+            self._recorder.describe({"host": socket.gethostname(), "device": str(device), **timing})
         except OSError as error:
             _log.warning("actions of rank %d are not written down: %s", rank, error)
 
@@ -159,6 +162,10 @@ class ActionRecord:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+
+    @property
+    def _runs_ahead(self) -> bool:
+        return not devices.collective_traits(self._strategy.root_device).wait_blocks
 
     @property
     def _root(self) -> str:

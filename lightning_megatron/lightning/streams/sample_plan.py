@@ -18,20 +18,17 @@ ENDLESS = (None, -1, 1000)
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Arguments of a data module about global batches, as ``MegatronDataModule`` explains them.
-
-    ``rampup`` is its ``rampup_batch_size``.
-    """
+    """Arguments of a data module about global batches, as ``MegatronDataModule`` explains them."""
 
     batch_size: int = 1
     train_samples: int | None = None
     global_batch_size: int | None = None
-    rampup: Sequence[int] | None = None
+    rampup_batch_size: Sequence[int] | None = None
 
     @property
     def counts_samples(self) -> bool:
         """True if global batches are given, so that steps and samples are different counts."""
-        return self.rampup is not None or self.global_batch_size is not None
+        return self.rampup_batch_size is not None or self.global_batch_size is not None
 
     def own_problems(self) -> list[Problem]:
         """Faults that exist under every layout."""
@@ -39,10 +36,10 @@ class SamplePlan:
         if self.global_batch_size is not None and self.batch_size != 1:
             reason = f"with batch_size={self.batch_size}: one follows from the other, so give one of them"
             found.append(Problem("global_batch_size", self.global_batch_size, reason, (None,)))
-        if self.rampup is not None and len(self.rampup) != 3:
+        if self.rampup_batch_size is not None and len(self.rampup_batch_size) != 3:
             reason = "needs three whole numbers: first global batch, increment, samples of the ramp"
-            found.append(Problem("rampup_batch_size", tuple(self.rampup), reason, ((16, 16, 5_000_000),)))
-        elif self.rampup is not None and self.global_batch_size is not None:
+            found.append(Problem("rampup_batch_size", tuple(self.rampup_batch_size), reason, ((16, 16, 5_000_000),)))
+        elif self.rampup_batch_size is not None and self.global_batch_size is not None:
             found += problems_of(self._ramp_to, self.global_batch_size)
         return found
 
@@ -56,11 +53,11 @@ class SamplePlan:
 
     def ramp(self, dp: int) -> BatchRamp | None:
         """Ramp to the global batch of ``dp`` replicas."""
-        return None if self.rampup is None else self._ramp_to(self.global_batch(dp))
+        return None if self.rampup_batch_size is None else self._ramp_to(self.global_batch(dp))
 
     def _ramp_to(self, final: int) -> BatchRamp:
-        assert self.rampup is not None
-        start, increment, samples = self.rampup
+        assert self.rampup_batch_size is not None
+        start, increment, samples = self.rampup_batch_size
         return BatchRamp(start, increment, samples, final)
 
     def batches(self, dp: int) -> int:
@@ -84,14 +81,14 @@ class SamplePlan:
         dp, found = layout.data_parallel_size, []
         unit = dp * (micro_batch_size or 1)
         if accumulated != 1:
-            name = "rampup_batch_size" if self.rampup is not None else "global_batch_size"
+            name = "rampup_batch_size" if self.rampup_batch_size is not None else "global_batch_size"
             reason = f"with {name} a batch is a whole step: let micro_batch_size split it"
             found.append(Problem("accumulate_grad_batches", accumulated, reason, (1,)))
         if self.global_batch_size is not None and self.global_batch_size % unit:
             reason = f"is no multiple of dp x micro_batch_size = {unit}"
             near = multiples_around(self.global_batch_size, unit)
             found.append(Problem("global_batch_size", self.global_batch_size, reason, near))
-        if self.rampup is None or found:
+        if self.rampup_batch_size is None or found:
             return found
         final = self.global_batch(dp)
         return problems_of(self._ramp_to, final) or self._stage_problems(self._ramp_to(final), unit)
@@ -136,7 +133,7 @@ class SamplePlan:
 
     def saved(self, dp: int, accumulated: int) -> dict[str, Any]:
         """State of a checkpoint, which :meth:`resume_problems` compares."""
-        rampup = None if self.rampup is None else list(self.rampup)
+        rampup = None if self.rampup_batch_size is None else list(self.rampup_batch_size)
         sizes = {"global_batch_size": self.global_batch(dp), "accumulate_grad_batches": accumulated}
         return {**sizes, "rampup_batch_size": rampup}
 

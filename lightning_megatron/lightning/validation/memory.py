@@ -17,6 +17,7 @@ from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.byte_size import memory_bytes, told_bytes
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import Ops
+from lightning_megatron.planning.core.communicators import num_communicators
 from lightning_megatron.planning.core.device_file import DeviceSpec, device_names, load_device
 from lightning_megatron.planning.core.job import PRECISIONS, PlannedJob
 from lightning_megatron.planning.plan import plan_of
@@ -111,7 +112,8 @@ def memory_problem(job: PlannedJob, limit: MemoryLimit) -> list[Problem]:
         return []
     device = device_called(limit.device)
     plan = plan_of(job, limit.size, device, timed=False)
-    if plan.memory.peak <= limit.size * (1.0 if limit.asked else TOLERANCE):
+    taken = plan.communicator_bytes
+    if plan.memory.peak + taken <= limit.size * (1.0 if limit.asked else TOLERANCE):
         return []
     cause = plan.memory.largest_cause
     where = f" on pipeline rank {plan.pipeline_rank}" if job.layout.pp > 1 else ""
@@ -119,6 +121,8 @@ def memory_problem(job: PlannedJob, limit: MemoryLimit) -> list[Problem]:
         f"the layout {layout_words(job)} needs {told_bytes(plan.memory.peak)} a rank{where}, most of it"
         f" {cause}: {told_bytes(plan.memory.by_cause[cause])}"
     )
+    if taken:
+        reason += f"; {num_communicators(job.layout)} communicators take {told_bytes(taken)} more"
     ways = tuple(str(way) for way in ways_out(job, limit.size, device))
     if limit.asked:
         return [Problem("max_memory", told_bytes(limit.size), reason, ways)]

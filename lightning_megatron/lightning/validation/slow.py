@@ -6,18 +6,25 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.device import CPU, DeviceKind
+from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION
+from lightning_megatron.device import CPU, CUDA, DeviceKind
+from lightning_megatron.layers.attention import HeadAttention
 from lightning_megatron.moe.layer import MoELayer
+from lightning_megatron.ops.flash.flash_attention import flash_lacks
 from lightning_megatron.ops.implementation import REFERENCE
 
 
 def warn_of_slow(module: nn.Module, kind: DeviceKind, compiles: bool = False) -> None:
-    """Warn of graphs that gain nothing, and of experts whose rows change in number on devices that compile each shape.
+    """Warn of settings that slow a module down on devices of this kind.
+
+    These are graphs that gain nothing, attention without a kernel of the device, and experts whose rows change in
+    number on devices that compile each shape.
 
     Settings are not changed: a run must give the same numbers, and the same checkpoints, on every kind of device.
     """
     if compiles:
         warn_of_graphs_without_gain(module, kind)
+    warn_of_slow_attention(module, kind)
     layers = [part for part in module.modules() if isinstance(part, MoELayer)]
     if not kind.compiles_shapes or not layers:
         return
@@ -38,6 +45,33 @@ def warn_of_graphs_without_gain(module: nn.Module, kind: DeviceKind) -> None:
             " benchmarks/compile_cpu_202611.md): most of their time are matrix products, which graphs leave as they"
             " are; without it the first step waits for no compiler"
         )
+
+
+def warn_of_slow_attention(module: nn.Module, kind: DeviceKind) -> None:
+    """Warn of attention that no kernel of such devices computes."""
+    layers = (part for part in module.modules() if isinstance(part, HeadAttention))
+    slow = next((found for found in (_slow_attention(layer, kind) for layer in layers) if found is not None), None)
+    if slow is not None:
+        rank_zero_warn(
+            f"attention is computed block by block in fp32, far slower than by a kernel of {kind.type}: {slow}"
+        )
+
+
+def _slow_attention(layer: HeadAttention, kind: DeviceKind) -> str | None:
+    """The setting because of which no kernel of the device computes a layer's attention, and what to set instead."""
+    rule, in_parts = layer.rule, layer.context.size > 1 and layer.share_context is not CONTEXT_ATTENTION["a2a"]
+    is_plain = rule.is_plain(rule.window + 1)
+    if kind is CPU or (is_plain and not in_parts):
+        return None
+    fields = {f"attention_softcap={rule.softcap:g}": rule.softcap, "position_embedding='alibi'": rule.slopes}
+    told = next((field for field, value in fields.items() if value), None)
+    if told is not None:
+        return f"{told}, for which there is none; only a model without it takes the kernel"
+    if kind is CUDA:
+        dtype = next(layer.parameters()).dtype
+        lacking = flash_lacks(dtype, 8, 8, layer.causal, rule)
+        return None if lacking is None else f"{lacking}; with precision='bf16-mixed' the flash kernel takes it"
+    return "cp_comm_type='a2a' takes the kernel" if in_parts and is_plain else f"{rule}, for which there is none"
 
 
 def _changing_rows(layer: MoELayer, kind: DeviceKind) -> str | None:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_megatron.comm.collectives import start_all_reduce_in_place
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buffers.bucket import Bucket
-from lightning_megatron.optim.buffers.slot import Slot
+from lightning_megatron.optim.buffers.slot import Slot, hooks_run_without_gradient
 from lightning_megatron.weight_grad_store import GradPlace
 
 _Hooked = tuple[nn.Parameter, Callable[[Tensor], None], RemovableHandle]
@@ -54,6 +54,7 @@ class GradReducer:
         self._next = 0
         self._missing: dict[int, set[str]] | None = None
         self._handles: list[_Hooked] = []
+        self._hooks_always_run = hooks_run_without_gradient()
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, in the order in which backward completes them; not during a backward."""
@@ -119,9 +120,12 @@ class GradReducer:
             self._start_ready(self._missing)
 
     def place(self, bucket: Bucket, slot: Slot) -> GradPlace | None:
-        """Place to which a layer's backward adds a gradient itself; ``None`` if the gradient must pass the hook."""
-        is_sent_now = self._in_last_backward and self._overlap and any(b.axis.size > 1 for b in self._buckets)
-        if is_sent_now or self.complete or bucket.reduce_started:
+        """Place to which a layer's backward adds a gradient itself; ``None`` if the gradient must pass the hook.
+
+        The hook still runs when all layers have added theirs, so that the bucket is sent as early as otherwise.
+        """
+        waits_for_hook = self._in_last_backward and self._overlap and not self._hooks_always_run
+        if waits_for_hook or self.complete or bucket.reduce_started:
             return None
         return slot.place()
 

@@ -267,3 +267,27 @@ def supports_grad_dtype(param_dtype: torch.dtype, grad_dtype: torch.dtype, devic
     except (RuntimeError, TypeError):
         return False
     return probe.grad is total and bool(total.item() == 3) and bool(probe.item() == 1)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """A function whose backward returns no gradient, as that of a layer that has added it to the buffer itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def hooks_run_without_gradient() -> bool:
+    """True if the hook of a parameter runs at the end of its backward although autograd got no gradient for it.
+
+    A backward tests it, because older versions of torch end before the hook.
+    """
+    param, calls = nn.Parameter(torch.zeros(())), list[Tensor]()
+    param.register_post_accumulate_grad_hook(calls.append)
+    with torch.enable_grad():
+        _WithoutGradient.apply(param).backward()
+    return bool(calls)

@@ -59,6 +59,7 @@ class Efficiency:
 _RULES: Rules = {
     "memory_bytes": at_least(1),
     "workspace_bytes": at_least(0),
+    "communicator_bytes": at_least(0),
     "memory_bandwidth": above(0.0),
     "devices_per_node": at_least(1),
     "link_efficiency": above(0.0),
@@ -87,6 +88,7 @@ class DeviceSpec:
         step_seconds: time of a step in the host's own loop.
         asynchronous: True if the host launches kernels ahead, and communication overlaps with computation.
         adds_products: True if one kernel adds a product to an fp32 sum, so that layers add weight gradients themselves.
+        communicator_bytes: memory that the library of collectives takes for each communicator of a rank.
         sources: origin of each figure.
     """
 
@@ -105,6 +107,7 @@ class DeviceSpec:
     step_seconds: float = 2e-3
     asynchronous: bool = True
     adds_products: bool = False
+    communicator_bytes: int = 0
     sources: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import mul
 
 from lightning_megatron.pipeline.schedule import schedule_kind
@@ -115,7 +114,7 @@ def _end_of_step(job: PlannedJob, rank: int, states: StateBytes, kernels: Kernel
     if not (received and _sends_in_backward(job) and stages[0].has_embedding):
         return found
     # The other buckets are being sent when the last gradient, that of the embedding, is computed.
-    x = shapes_of(job, replace(kernels, adds_gradients=False))
+    x = shapes_of(job, kernels)
     is_tied = job.config.tie_embeddings and stages[-1].has_loss
     working = embedding_end(x, is_tied=is_tied).backward + (waiting_gradient(x) if is_tied else 0)
     sizes = states.sizes
@@ -124,7 +123,7 @@ def _end_of_step(job: PlannedJob, rank: int, states: StateBytes, kernels: Kernel
 
 
 def _sends_in_backward(job: PlannedJob) -> bool:
-    """True if buckets are sent during the last backward, so that every gradient goes through autograd's hooks."""
+    """True if buckets are sent during the last backward."""
     return job.overlap_grad_reduce and job.layout.data_parallel_size * job.layout.cp > 1
 
 
@@ -138,13 +137,11 @@ class _RankPeak:
 
     def __init__(self, job: PlannedJob, rank: int, kernels: Kernels) -> None:
         self._x = shapes_of(job, kernels)
-        last = replace(kernels, adds_gradients=False) if _sends_in_backward(job) else kernels
         splits = schedule_kind(job.schedule, job.layout.vpp).splits_backward and job.layout.pp > 1
-        shapes, stages = shapes_of(job, last), job.stages_of(rank)
+        stages = job.stages_of(rank)
         # The first stage runs both halves of a backward one after the other, and so defers nothing.
         deferring = {stage.stage: splits and stage.stage > 0 for stage in stages}
         self._stages = {s.stage: stage_bytes(self._x, job.recompute, s, deferring[s.stage]) for s in stages}
-        self._last = {s.stage: stage_bytes(shapes, job.recompute, s, deferring[s.stage]) for s in stages}
         self._kept = [stage.size for stage in self._stages.values()]
         self._deferred = [stage.deferred for stage in self._stages.values()]
         # A bucket of the output layer is being received while the last backward goes on through the layers.
@@ -169,9 +166,8 @@ class _RankPeak:
             return stage.forward - stage.size
         if moment.kind == "W":
             return stage.weight_gradient
-        if not moment.ends:
-            return stage.backward - stage.size
-        return self._last[moment.stage].backward - stage.size + self._received[moment.stage]
+        received = self._received[moment.stage] if moment.ends else 0
+        return stage.backward - stage.size + received
 
     @property
     def moment(self) -> str:

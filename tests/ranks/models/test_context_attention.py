@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from flash_on_cpu import flash_on_cpu
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,6 +22,7 @@ from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION
 from lightning_megatron.context_parallel.zigzag import gather_context, split_context
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.attention import attention_reference
+from lightning_megatron.ops.blockwise_attention import FLASH, PartialKernels, flash_attention
 from lightning_megatron.testing.parity import differences
 
 B, D = 2, 8
@@ -105,6 +107,35 @@ def check_attention(comm_type: str, dtype: torch.dtype, rtol: float) -> dict[str
 def test_output_and_all_gradients_equal_full_attention(ranks, size, comm_type):
     assert ranks(size, check_attention, comm_type, torch.float32, 1e-5) == [{}] * size
     assert ranks(size, check_attention, comm_type, torch.bfloat16, 2**-6) == [{}] * size
+
+
+def check_flash(comm_type: str) -> dict[str, Any]:
+    axis = cp_axis()
+    core: Any = partial(kernels, FLASH) if comm_type == "p2p" else flash_attention
+    wrong: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if case.seen is None and not (case.rule.softcap or case.rule.slopes):
+            *leaves, grad = (x.double() for x in inputs(case))
+            expected = run(partial(attention_reference, causal=case.causal), leaves, grad, case.rule)
+            ours = partial(CONTEXT_ATTENTION[comm_type], axis=axis, core=core, causal=case.causal)
+            shards = [split_context(x, axis) for x in leaves]
+            with flash_on_cpu():
+                found = run(ours, shards, split_context(grad, axis), case.rule)
+            if "d_sinks" in found:
+                torch.distributed.all_reduce(found["d_sinks"])
+            truth = {key: x if key == "d_sinks" else split_context(x, axis) for key, x in expected.items()}
+            wrong[name] = differences(found, truth, rtol=1e-6)
+    return {name: faults for name, faults in wrong.items() if faults} or {"cases": len(wrong)}
+
+
+def kernels(given: PartialKernels, *_: Any, **__: Any) -> PartialKernels:
+    return given
+
+
+@pytest.mark.parametrize("comm_type", CONTEXT_ATTENTION)
+def test_flash_kernels_of_parts_merge_to_plain_attention(ranks, comm_type):
+    """The flash operators by their definition: zigzag halves, groups, windows, sinks, and all gradients, to 1e-6."""
+    assert ranks(4, check_flash, comm_type) == [{"cases": 8}] * 4
 
 
 def check_a_long_sequence(comm_type: str, length: int) -> dict[str, Any]:

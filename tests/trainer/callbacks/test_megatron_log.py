@@ -88,6 +88,10 @@ def test_lines_and_scalars_of_a_run(prefix: str, tmp_path: Path, capsys: pytest.
         "  optimizer.weight_decay .......................... 0.1",
         "  data_module ..................................... MegatronDataModule",
         "  seq_length ...................................... 16",
+        "  global_batch_size ............................... 8",
+        "  rampup_batch_size ............................... (4, 4, 10)",
+        "  train_samples ................................... 36",
+        "  tokenizer_type .................................. None",
         "  gradient_clip_val ............................... 1.0",  # of the Trainer
         " > padded vocab (size: 131) with 125 dummy tokens (new size: 256)",
         "> initialized tensor model parallel with size 1",
@@ -95,6 +99,8 @@ def test_lines_and_scalars_of_a_run(prefix: str, tmp_path: Path, capsys: pytest.
         "    train:      36",
     ):
         assert line in printed
+    (accelerator,) = (line for line in printed if line.startswith("  accelerator ."))
+    assert accelerator.endswith("Accelerator")  # the Trainer's
     assert any(line.startswith("will use batch size rampup starting from global batch size 4") for line in printed)
     assert recorder.series("lm loss") == pytest.approx(losses)
     assert recorder.series("consumed-samples") == [4, 8, 12, 20, 28, 36]

@@ -174,14 +174,18 @@ def test_a_layout_without_room_for_the_allocator_is_marked(words: list[str], cap
         found = json.loads(capsys.readouterr().out)
         return found.get("plans", [found])
 
-    needed = plans(10**12)[0]["memory_bytes"]
-    for limit in (needed, int(needed * 1.05), int(needed * 1.07)):
+    first = plans(10**12)[0]
+    needed, taken = first["memory_bytes"], first["communicator_bytes"]
+    for limit in (needed + taken, int(needed * 1.05) + taken, int(needed * 1.07) + taken):
         found = plans(limit)
-        assert [plan["tight"] for plan in found] == [plan["memory_bytes"] * 1.06 > limit for plan in found]
+        assert [plan["tight"] for plan in found] == [
+            plan["memory_bytes"] * 1.06 > plan["limit_bytes"] for plan in found
+        ]
+        assert all(plan["limit_bytes"] == limit - plan["communicator_bytes"] for plan in found)
     assert main([*words, "--max-memory", str(limit)]) == 0
     marks = capsys.readouterr().out.count("tight: allocators keep 6% to 43% more")
     assert marks == sum(plan["tight"] for plan in found)
-    assert plans(needed)[0]["tight"]
+    assert plans(needed + taken)[0]["tight"]
 
 
 @pytest.mark.parametrize("device", ["gaudi2", "gaudi3", "cpu", "h200", "h100", "a100-80"])

@@ -152,6 +152,7 @@ def test_what_a_device_has_measured_is_logged_once_beside_the_prediction(
     job = job_of(config, Feed(1, LENGTH, BATCH), {})
     predicted = plan_of(job, None).memory.peak
     monkeypatch.setattr(devices, "peak_memory_bytes", lambda device: int(1.25 * predicted))
+    monkeypatch.setattr(devices, "memory_beside_tensors", lambda device: None)
     prediction = MemoryPrediction()
     with caplog.at_level(logging.INFO):
         prediction.measure("Mine", 9, torch.device("cuda"), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,27 @@ def test_lazy_mode_refuses_and_says_why() -> None:
     trainer = quiet_trainer(MegatronStrategy(compile=True), max_steps=1)
     with pytest.raises(ConfigError, match="lazy mode compiles by itself; nearest valid: False"):
         trainer.fit(BoringModel())
+
+
+def test_cuda_needs_a_c_compiler_and_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Held against Triton, which looks for CC, then gcc, then clang, in the first step only."""
+    card = torch.device("cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    lacks = str(devices.compiler_lacks(card, "inductor"))
+    assert lacks == ("a C compiler: there is no gcc and no clang; install it (Debian: gcc), or name another one in CC")
+    monkeypatch.setenv("CC", "mycc")
+    assert "there is no mycc;" in str(devices.compiler_lacks(card, "inductor"))
+    for name in ("mycc", "clang"):
+        (tmp_path / name).touch(mode=0o755)
+    assert "Python.h" in str(devices.compiler_lacks(card, "inductor"))
+    monkeypatch.delenv("CC")
+    (tmp_path / "Python.h").touch()
+    assert devices.compiler_lacks(card, "inductor") is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "triton" in str(devices.compiler_lacks(card, "inductor"))
 
 
 @not_lazy

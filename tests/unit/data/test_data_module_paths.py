@@ -11,7 +11,7 @@ import torch
 
 from lightning_megatron import LlamaModule, MegatronDataModule
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, DataError
 from lightning_megatron.testing.trainer import quiet_trainer
 
 
@@ -61,8 +61,20 @@ def test_a_share_without_tokens_is_named_once_where_it_is_read(
         data.prepare_data()
         data.setup(stage)
         told = [str(warned.message) for warned in recwarn] + caplog.messages
-        assert len([text for text in told if "split='9999,9999,1' leaves no tokens of" in text]) == texts
+        assert len([text for text in told if text.startswith("split='9999,9999,1' of ")]) == texts
         assert len(told) == texts
+
+
+def test_data_with_fewer_tokens_than_a_sample_are_named(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """A validation goes without them; a training cannot, and does not end after no step."""
+    path = write(tmp_path / "a", 0)  # of 600 tokens
+    data = MegatronDataModule(path, 600, train_samples=2, val_data_path=path)
+    data.setup("fit")
+    assert len(data.train_dataloader()) == 2
+    assert data.val_dataloader() == []
+    assert [str(warned.message) for warned in recwarn] == [f"{path} has no sample of 600 tokens for val_samples"]
+    with pytest.raises(DataError, match=f"split='1' of {path} has no sample of 600 tokens for train_samples"):
+        MegatronDataModule(path, 600, split="1").setup("fit")
 
 
 def test_gpt2s_tokenizer_is_named_by_its_two_files(tmp_path: Path) -> None:

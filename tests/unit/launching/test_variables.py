@@ -131,6 +131,7 @@ def test_launch_hands_its_own_to_every_launcher(tmp_path: Path, monkeypatch: pyt
     [
         ({"NUM_LAYERS": "four", "SEQ_LENGTH": "0"}, (), ("NUM_LAYERS='four'", "SEQ_LENGTH='0'")),
         ({"TP": "3"}, (), ("tp=3",)),
+        ({"NUM_LAYERS": "64", "HIDDEN_SIZE": "8192", "NUM_ATTENTION_HEADS": "48"}, (), ("num_attention_heads=48",)),
         ({"TP": "2"}, ("--trainer.strategy.tp=4",), ("TP='2'", "--trainer.strategy.tp=4")),
     ],
 )

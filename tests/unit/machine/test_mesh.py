@@ -21,7 +21,6 @@ AXES = {  # every axis of a mesh: its grid, and what varies along it
     "dp": ("dense", {"dp"}),
     "pp": ("dense", {"pp"}),
     "dp_cp": ("dense", {"dp", "cp"}),
-    "dp_pp": ("dense", {"dp", "pp"}),
     "etp": ("expert", {"etp"}),
     "ep": ("expert", {"ep"}),
     "edp": ("expert", {"edp"}),

@@ -173,7 +173,7 @@ def test_sequences_of_one_document_each_are_computed_as_ever(monkeypatch: pytest
     def never(*_args: Any, **_kwargs: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("lightning_megatron.layers.attention.attend_documents", never)
+    monkeypatch.setattr("lightning_megatron.ops.attention.attend_documents", never)
     module, batch = module_of(), batch_of()
     whole = module.loss(batch)
     assert torch.equal(module.loss(batch | {"segment_ids": torch.full((B, S), 7)}), whole)

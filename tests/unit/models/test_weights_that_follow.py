@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from draws import Draws
 from tiny import tiny_llama
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron import GPTModule
 from lightning_megatron.layers.init import weights_follow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
-
-
-class Draws(TorchDispatchMode):
-    """Counts draws of normal numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func is torch.ops.aten.normal_.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from lightning_megatron.recorder.diagnosis import describe_state, diagnose
 from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import Process, ProcessState
@@ -43,6 +45,85 @@ def test_a_rank_that_is_dead_comes_before_those_that_wait_for_it() -> None:
     assert table[2].split()[0] == "1"
     assert [line.split()[0] for line in table[3:]] == ["0", "2", "3"]
     assert table[2].endswith("2.0 s")
+
+
+def ahead(number: int, *under_way: Record, done: tuple[Record, ...] = (), **more: object) -> RankView:
+    """A rank on a device where a collective is over for the host once it has begun."""
+    return rank(number, *under_way, done=done, runs_ahead=True, timeout=600.0, **more)
+
+
+GONE = {"process": Process(ProcessState.DEAD), "beat": 700 * 10**9}
+"""A rank of which nothing is known but that it was inactive for 700 seconds before."""
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [{}, {"process": Process(ProcessState.DEAD, -signal.SIGABRT)}, GONE],
+    ids=["while it hangs", "aborted", "reaped by the launcher"],
+)
+@pytest.mark.parametrize("host_waits_in", [Kind.DEVICE, Kind.FORWARD], ids=["recorded wait", "wait of the user's code"])
+def test_where_the_host_runs_ahead_the_rank_behind_is_to_blame(host_waits_in: Kind, victim: dict[str, object]) -> None:
+    """Held against what has happened: rank 1 hangs in its loader, and rank 0 is a step ahead."""
+    views = [
+        ahead(0, works(host_waits_in, 20), done=(ended("tp", 3), ended("tp", 4)), **victim),
+        ahead(1, works(Kind.DATA), done=(ended("tp", 3),)),
+    ]
+    diagnosis = diagnose(views)
+    assert (diagnosis.culprits, diagnosis.is_fact) == ((1,), False)
+    assert diagnosis.reason.endswith("waiting for data: others wait for it in all_reduce 4 over tp")
+
+
+def test_a_launcher_that_ends_all_after_an_abort_hides_no_culprit() -> None:
+    views = [
+        ahead(0, works(Kind.DEVICE, 20), done=(ended("tp", 4),), process=Process(ProcessState.DEAD, -signal.SIGABRT)),
+        ahead(1, works(Kind.USER), done=(ended("tp", 3),), **GONE),
+    ]
+    assert diagnose(views).culprits == (1,)
+
+
+def test_a_rank_that_died_in_the_middle_of_its_work_is_to_blame_though_it_waited_for_its_device() -> None:
+    views = [
+        ahead(0, works(Kind.DEVICE, 10), done=(ended("tp", 4),), process=Process(ProcessState.DEAD), beat=10**9),
+        ahead(1, works(Kind.DEVICE, 20), done=(ended("tp", 3),)),
+    ]
+    assert (diagnose(views).culprits, diagnose(views).is_fact) == ((0,), True)
+
+
+def message(kind: Kind, peer: int, within: int, waiting: int = 5) -> Record:
+    return Record(within, kind, 5, waiting=waiting, ended=6, within=within, group="pp", peer=peer)
+
+
+def test_a_stage_that_has_not_sent_is_behind_the_one_that_receives() -> None:
+    # 1 waits for its device in code of the user, for what 0 sends; it also expects the next message, but not yet.
+    sent = message(Kind.SEND, 1, 1), message(Kind.RECEIVE, 1, 1, waiting=0)
+    received = message(Kind.RECEIVE, 0, 1), message(Kind.RECEIVE, 0, 2), message(Kind.SEND, 0, 0)
+    views = [ahead(0, works(), done=sent), ahead(1, works(begun=3), done=received)]
+    assert diagnose(views).culprits == (0,)
+    views[1] = ahead(1, works(begun=3), done=received[:1])
+    assert diagnose(views).culprits == ()
+
+
+def test_chains_go_over_ranks_that_wait_on_the_host_and_on_the_device() -> None:
+    # 0 waits for 1 over the host's group, 1 has started what 3 has not come to, and 3 runs a callback.
+    views = [
+        ahead(0, waits("world", 5)),
+        ahead(1, works(Kind.DEVICE, 30), done=(ended("dp", 7),)),
+        ahead(2, waits("world", 5)),
+        ahead(3, works(Kind.USER, 20), done=(ended("dp", 6),)),
+    ]
+    assert diagnose(views).culprits == (3,)
+
+
+def test_a_host_that_stays_in_a_collective_is_to_blame_where_it_should_run_ahead() -> None:
+    views = [ahead(0, works(Kind.DEVICE), done=(ended("tp", 4),)), ahead(1, works(), waits("tp", 4))]
+    assert diagnose(views).culprits == (1,)
+    assert "all_reduce 4 over tp" in diagnose(views).reason
+    assert diagnose([ahead(n, waits("tp", 4)) for n in range(2)]).culprits == ()
+
+
+def test_nobody_is_behind_where_all_have_started_the_same() -> None:
+    views = [ahead(n, works(Kind.DEVICE), done=(ended("tp", 4),)) for n in range(2)]
+    assert diagnose(views).culprits == ()
 
 
 def test_the_first_of_several_that_failed_is_to_blame_and_who_lost_a_peer_is_not() -> None:

@@ -96,6 +96,38 @@ def test_a_look_reads_the_own_host_and_a_bounded_number_of_other_ranks(
     assert len(read_in_a_look(peers, opened) - local) == watch.REMOTE
 
 
+def test_files_of_the_own_host_are_opened_once(ranks: list[Recorder], opened: list[str]) -> None:
+    peers = watch_of(ranks[0], 0)
+    assert set(range(1, ON_A_HOST)) <= read_in_a_look(peers, opened)
+    peers._failed_peer()  # once more, now that their host is known
+    for _ in range(3):
+        assert not set(range(ON_A_HOST)) & read_in_a_look(peers, opened)
+    ranks[3].open(ranks[3].folder, 3, WORLD)  # a new run in the same folder: a new file takes the name
+    assert 3 in read_in_a_look(peers, opened)
+    ranks[3].set_state(State.RAISED, "x")
+    assert (failed := peers._failed_peer()) is not None
+    assert failed.rank == 3
+    peers.stop()
+
+
+@pytest.mark.parametrize("world", [64, 128, 1024])
+def test_ranks_of_a_large_job_together_read_no_more_files_than_those_of_a_small_one(
+    ranks: list[Recorder], world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank of the job takes part in 16 checks."""
+    probed: list[int] = []
+    monkeypatch.setattr(watch.FailureProbe, "has_failed", lambda probe: bool(probed.append(probe.rank)))
+    by_check = [0] * 16
+    for rank in range(world):
+        peers = PeerWatch(ranks[0], rank, [rank], world, 1800.0, lambda: None, dict)
+        for check in range(16):
+            before = len(probed)
+            assert peers._failed_peer() is None
+            by_check[check] += len(probed) - before
+    assert set(by_check) == {watch.MANY * watch.REMOTE}
+    assert len(set(probed)) == world
+
+
 def test_a_failure_on_another_host_is_found_in_turn_and_then_kept_in_view(ranks: list[Recorder]) -> None:
     peers = watch_of(ranks[0], 0)
     ranks[63].set_state(State.RAISED, "x")
@@ -132,6 +164,37 @@ def test_a_look_comes_when_a_collective_is_due(ranks: list[Recorder], monkeypatc
     assert reason is not None
     assert "kept it waiting" in reason
     assert patience == 0.0
+
+
+def test_a_wait_for_the_device_counts_as_one_for_other_ranks(ranks: list[Recorder]) -> None:
+    with ranks[0].main.during(Kind.DEVICE):
+        assert ranks[0].main.waiting_since
+    assert not ranks[0].main.waiting_since
+
+
+@pytest.mark.parametrize("others_come", [False, True])
+def test_a_host_that_runs_ahead_is_ended_where_others_do_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others_come: bool
+) -> None:
+    """The wait is in a place that nothing records; rank 0 has begun more than the ring of its last actions holds."""
+    recorders = [Recorder() for _ in range(2)]
+    for rank, recorder in enumerate(recorders):
+        recorder.open(tmp_path, rank, 2)
+        groups = recorder.group("tp", [0, 1]), recorder.group("dp", [0, 1])
+        recorder.describe({"host": socket.gethostname(), "runs_ahead": True, "timeout": 5.0})
+        for group, count in zip(groups, (300, 4 if rank == 0 or others_come else 3), strict=True):
+            for _ in range(count):
+                recorder.main.end(recorder.main.begin(Kind.ALL_REDUCE, group))
+    peers = PeerWatch(recorders[0], 0, range(2), 2, 5.0, lambda: None, dict)
+    assert peers._trouble() == (None, 0.0)
+    clock, later = time.time_ns, 10 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + later)
+    monkeypatch.setattr(peers, "_looked", -watch.AGAIN)
+    reason, _ = peers._trouble()
+    assert (reason is None) == others_come
+    assert reason is None or "kept it waiting" in reason
+    for recorder in recorders:
+        recorder.close()
 
 
 @pytest.mark.parametrize("state", [State.RAISED, State.LOST])

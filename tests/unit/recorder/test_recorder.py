@@ -268,10 +268,10 @@ def test_a_record_is_of_one_process_and_goes_on_in_memory_without_a_file(tmp_pat
 
 
 def test_files_keep_their_layout_and_one_of_another_version_is_not_read(tmp_path: Path) -> None:
-    header = struct.pack("<8siiiiqqqqiqi", b"LMACTS01", 2**22, 0, 1, State.RAISED, 10, 11, 12, 13, 2, 14, -9)
+    header = struct.pack("<8siiiiqqqqiqi", b"LMACTS02", 2**22, 0, 1, State.RAISED, 10, 11, 12, 13, 2, 14, -9)
     texts = header.ljust(128, b"\0") + b"a path".ljust(256, b"\0") + b"an error".ljust(640, b"\0")
     action = struct.pack("<QqqqQIiiiHHhH", 3, 20, 21, 22, 4096, 5, 6, 7, -1, Kind.ALL_REDUCE, 1, 2, 1)
-    ring = (bytes(2 * 64) + action).ljust(256 * 64, b"\0")
+    ring = (bytes(2 * 64) + action).ljust(256 * 64, b"\0") + struct.pack("<64I", 0, 6, *range(62))
     path = tmp_path / "00000.actions"
     path.write_bytes(texts + bytes(8 * 64) + 2 * (bytes(8 * 64) + ring))
     view = view_of(tmp_path)
@@ -279,8 +279,14 @@ def test_files_keep_their_layout_and_one_of_another_version_is_not_read(tmp_path
     assert (view.begun, view.since, view.beat, view.process) == (10, 11, 13, Process(ProcessState.DEAD, -9))
     record = Record(3, Kind.ALL_REDUCE, 20, 21, 22, 4096, 5, 6, 7, -1, "group 1", 2, "a path")
     assert view.last == (record, record)
-    path.write_bytes(path.read_bytes().replace(b"LMACTS01", b"LMACTS00"))
+    path.write_bytes(path.read_bytes().replace(b"LMACTS02", b"LMACTS01"))
     assert read_rank(tmp_path, 0) is None
+
+
+def test_the_exit_status_of_a_rank_that_nobody_knows_stays_unknown(tmp_path: Path) -> None:
+    opened(tmp_path)
+    note_process_state(tmp_path, 0, ProcessState.DEAD, 0)
+    assert view_of(tmp_path).process == Process(ProcessState.DEAD)
 
 
 def test_a_long_text_keeps_its_end_and_any_text_can_be_written(tmp_path: Path) -> None:

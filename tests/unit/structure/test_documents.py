@@ -87,14 +87,13 @@ def test_every_claim_has_its_evidence(entry: dict[str, Any]) -> None:
 
 
 def test_a_run_of_all_tests_is_told_with_its_date_and_commit(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite tests="10" failures="1" errors="1" skipped="3" timestamp="2026-11-02T03:04:05.6"/>'
-        "</testsuites>"
-    )
-    kept = EVIDENCE["read_report"](report, "0123abcd")
-    assert kept == {"date": "2026-11-02", "commit": "0123abcd", "passed": 5, "skipped": 3, "failed": 2}
-    told = "All tests ran last on 2026-11-02, at commit `0123abcd`: 5 passed, 3 skipped, 2 failed."
+    suite = '<testsuites><testsuite tests="{}" failures="1" errors="1" skipped="3" timestamp="2026-11-{}T03:04:05.6"/>'
+    parts = [tmp_path / "first.xml", tmp_path / "second.xml"]
+    for part, numbers in zip(parts, [(10, "03"), (20, "02")], strict=True):
+        part.write_text(suite.format(*numbers) + "</testsuites>")
+    kept = EVIDENCE["read_reports"](parts, "0123abcd")
+    assert kept == {"date": "2026-11-02", "commit": "0123abcd", "passed": 20, "skipped": 6, "failed": 4}
+    told = "All tests ran last on 2026-11-02, at commit `0123abcd`: 20 passed, 6 skipped, 4 failed."
     assert EVIDENCE["ran"](kept) == told
     assert EVIDENCE["ran"](EVIDENCE["last_run"]()) in EVIDENCE["page"]()
 

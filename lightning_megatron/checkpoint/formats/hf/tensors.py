@@ -18,6 +18,7 @@ from lightning_megatron.checkpoint.formats.weight_map import (
     same,
     stacked,
     transposed,
+    uncut,
 )
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.hugging_face.tensors import (
@@ -122,4 +123,4 @@ def _of_columns(rule: WeightRule) -> WeightRule:
         (rows,) = rule.split(x)
         return (rows.mT.contiguous(),)
 
-    return replace(rule, join=lambda x: rule.join(x.mT), split=split)
+    return replace(rule, join=lambda x: rule.join(x.mT), split=split, cut=uncut)

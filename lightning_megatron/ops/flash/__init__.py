@@ -1,0 +1,1 @@
+"""Attention by kernels of torch that only NVIDIA's devices have."""
