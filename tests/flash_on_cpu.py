@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, left: int | None, right: int | None) -> Tensor:
@@ -119,10 +119,10 @@ def _backward(
 @contextmanager
 def flash_on_cpu() -> Iterator[None]:
     """Register both operators for tensors of the CPU."""
-    library = torch.library.Library("aten", "IMPL", "CPU")
-    library.impl("_flash_attention_forward", _forward)
-    library.impl("_flash_attention_backward", _backward)
+    kernels = library.Library("aten", "IMPL", "CPU")
+    kernels.impl("_flash_attention_forward", _forward)
+    kernels.impl("_flash_attention_backward", _backward)
     try:
         yield
     finally:
-        library._destroy()
+        kernels._destroy()

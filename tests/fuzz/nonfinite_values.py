@@ -229,9 +229,7 @@ def fault(case: Case, by_rank: list[tuple[str, str, int]]) -> str | None:
     }
     if case.place in wanted:
         return None if text.startswith(wanted[case.place]) else f"{name}: {text}"
-    known = (
-        f"model.{name}: 1 of" if case.place == "checkpoint" else f"of which {name.removeprefix('model.')} is made: 1 of"
-    )
+    known = f"model.{name}: 1 of" if case.place == "checkpoint" else f"(for {name.removeprefix('model.')}): 1 of"
     return None if text.startswith("CheckpointError") and known in text else f"{name}: {text}"
 
 

@@ -313,7 +313,7 @@ def _joined(
     needed = zip(rule.foreign, parts, boxes, strict=True)
     foreign = {name: read(tensor, part) for name, tensor, part in needed if part is not None or cut is None}
     for name in not_finite(foreign.items()):
-        raise CheckpointError(f"{name}, of which {rule.native} is made: {amount(foreign[name])}")
+        raise CheckpointError(f"{name} (for {rule.native}): {amount(foreign[name])}")
     joined = join(*foreign.values())
     for name, repeat in repeats.items():
         if not torch.equal(joined, join(read(repeat, boxes[0])).to(joined.dtype)):

@@ -61,7 +61,7 @@ class MemoryPrediction:
     def measure(self, name: str, step: int, device: torch.device, pipeline_rank: int) -> None:
         """Log once the measured peak of the first steps and its prediction, on devices that count their memory.
 
-        On CUDA also what is in use beside tensors: communicators, libraries, and other processes.
+        On CUDA it also logs the memory that is not in tensors: communicators, libraries and other processes hold it.
 
         ``step`` is the number of optimizer steps so far.
         """
@@ -71,7 +71,7 @@ class MemoryPrediction:
         if (beside := devices.memory_beside_tensors(device)) is not None:
             guess = 0 if self.job is None else communicator_bytes(self.job, self._device)
             known = f", {told_bytes(guess)} of it predicted for communicators" if guess else ""
-            rank_zero_info(f"{name}: {told_bytes(beside)} of rank 0's device are in use beside tensors{known}")
+            rank_zero_info(f"{name}: {told_bytes(beside)} of rank 0's device are not in tensors{known}")
         if self.job is None:
             return
         predicted, measured = (

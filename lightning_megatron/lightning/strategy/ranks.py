@@ -173,16 +173,17 @@ class JobRanks:
             if self.num_nodes == 1 and not dist.is_torchelastic_launched():
                 self._store = self.port.store(environment.main_port, *ranks, self.timeout)
             else:
-                self._name_interface()
+                if self.num_nodes > 1:
+                    self._name_interface()
                 self._store, _, _ = next(rendezvous("env://", *ranks, timeout=self.timeout))
         return self._store
 
     def _name_interface(self) -> None:
         """Name gloo a network interface if other machines could not reach the address that it would take."""
         name, found = network.gloo_interface(os.environ["MASTER_ADDR"])
-        if self.num_nodes > 1 and name is not None:
+        if name is not None:
             os.environ[network.VARIABLE] = name
-        if self.num_nodes > 1 and (name is not None or found.fault) and self.strategy.local_rank == 0:
+        if (name is not None or found.fault) and self.strategy.local_rank == 0:
             _log.warning("%s: %s", found.subject, found.fault or found.value)
 
     def create_mesh(self) -> ParallelMesh:

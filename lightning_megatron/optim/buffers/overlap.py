@@ -124,8 +124,8 @@ class GradReducer:
 
         The hook still runs when all layers have added theirs, so that the bucket is sent as early as otherwise.
         """
-        waits_for_hook = self._in_last_backward and self._overlap and not self._hooks_always_run
-        if waits_for_hook or self.complete or bucket.reduce_started:
+        is_sent_now = self._in_last_backward and self._overlap and any(b.axis.size > 1 for b in self._buckets)
+        if (is_sent_now and not self._hooks_always_run) or self.complete or bucket.reduce_started:
             return None
         return slot.place()
 

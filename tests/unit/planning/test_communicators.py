@@ -66,5 +66,5 @@ def test_memory_beside_tensors_is_logged_once_on_cuda(caplog: pytest.LogCaptureF
         for step in (1, 2, 3):
             prediction.measure("Strategy", step, torch.device("cuda", 0), 0)
     assert [record.getMessage() for record in caplog.records] == [
-        "Strategy: 4.00 GiB of rank 0's device are in use beside tensors"
+        "Strategy: 4.00 GiB of rank 0's device are not in tensors"
     ]
