@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from user_comparison import Difference, differences
+from user_comparison import Difference, beyond_rounding, differences
 from user_grammar import CHOICES, EXTRAS, KNOWN, LAYOUTS, SENSELESS, Program, broken, drawn
 from user_programs import Answer, answer_of, described, shrunk
-from user_runs import Outcome
+from user_runs import Outcome, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 IN_THE_GATE, ALL = 40, 400
@@ -80,6 +80,25 @@ def test_what_differs_is_found(subject: str) -> None:
     stock, ours = ({subject: record, "steps": 1} for record in DIFFERENCES[subject])
     assert {each.subject for each in differences(Program(), [Outcome(stock)], [Outcome(ours)])} == {subject}
     assert not differences(Program(), [Outcome(stock)], [Outcome(stock)])
+
+
+def test_a_difference_is_rounding_if_stock_lightning_differs_as_much_with_weights_moved_in_their_last_places() -> None:
+    def found(ours: float, moved: float) -> list[Difference]:
+        stock, other, ends = ([Outcome({"losses": {"a": value}, "steps": 1})] for value in (1.0, moved, ours))
+        return beyond_rounding(program, differences(program, stock, ends), stock, other)
+
+    program = Program(layout="mb2")
+    assert not found(ours=1.0005, moved=1.0002)
+    assert found(ours=1.0005, moved=1.0001)
+    assert found(ours=1.1, moved=1.5)
+
+
+def test_weights_are_moved_by_one_unit_in_the_last_place(tmp_path: Path) -> None:
+    program = Program.parse("optimizer=momentum seed=3")
+    first, moved = (run(program, tmp_path / str(seed), moved=seed).record for seed in (None, 1))
+    for name, weight in first["weights in memory"].items():
+        steps = first["steps"]
+        assert 0 < (moved["weights in memory"][name] - weight).abs().max() < 4 * steps * 2**-23
 
 
 def test_an_error_behind_the_first_step_is_a_fault_and_a_refusal_before_it_is_none() -> None:

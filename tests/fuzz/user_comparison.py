@@ -17,6 +17,7 @@ LAST_STAGE = ("losses", "loss dtypes", "predictions", "callback_metrics", "logge
 """Subjects of which only the last stage of a pipeline knows all."""
 OF_OUR_MODULES = ("grad_norm",)
 """Names that our modules log under our strategy alone."""
+OF_MOVED, MOST_ROUNDED = 4, 20
 IN_MEMORY = ("weights in memory", "buffers in memory")
 
 
@@ -64,7 +65,7 @@ def tolerance_of(program: Program) -> Tolerance:
     """
     if program["precision"] == "bf16-mixed":
         return Tolerance(5e-2, 2e-2)
-    return Tolerance(2e-4, 2e-5) if program.layout != "one" else Tolerance(2e-5, 2e-6)
+    return Tolerance(2e-5, 2e-6) if program.alone else Tolerance(2e-4, 2e-5)
 
 
 def _leaves(stock: Any, ours: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
@@ -106,6 +107,51 @@ def record_differences(program: Program, stock: Mapping[str, Any], ours: Mapping
             if not _alike(first, second, tolerance):
                 found.append(Difference(subject, place, first, second))
     return found
+
+
+def _numbers(outcomes: Sequence[Outcome]) -> dict[tuple[int, str, str], Tensor]:
+    """Numbers of the records by rank, subject and place."""
+    return {
+        (rank, subject, place): torch.as_tensor(value).double()
+        for rank, outcome in enumerate(outcomes)
+        for subject in outcome.record
+        for place, value, _ in _leaves(outcome.record[subject], outcome.record[subject], "")
+        if _is_number(value) or isinstance(value, Tensor)
+    }
+
+
+def beyond_rounding(
+    program: Program, found: Sequence[Difference], stock: Sequence[Outcome], moved: Sequence[Outcome]
+) -> list[Difference]:
+    """Differences of more than ``OF_MOVED`` times what stock Lightning's number differs by if weights are moved.
+
+    Nothing above ``MOST_ROUNDED`` times the tolerance is taken for rounding, however sensitive a program may be.
+
+    Args:
+        program: the program.
+        found: differences of its ranks.
+        stock: Lightning's outcomes.
+        moved: the same with weights moved in their last places; see ``LastPlaces``.
+    """
+    once = tolerance_of(program)
+    most = Tolerance(MOST_ROUNDED * once.relative, MOST_ROUNDED * once.absolute)
+    before, after = _numbers(stock), _numbers(moved)
+    drift: dict[tuple[str, str], float] = {}
+    for (rank, *place), value in before.items():
+        other = after.get((rank, *place))
+        if value.numel() and other is not None and other.shape == value.shape:
+            name = (place[0], place[1])
+            drift[name] = max(drift.get(name, 0.0), float((other - value).abs().max()))
+
+    def rounds(difference: Difference) -> bool:
+        moves = drift.get((difference.subject, difference.place))
+        if moves is None or not isinstance(difference.ours, Tensor | Number):
+            return False
+        first, ours = torch.as_tensor(difference.stock).double(), torch.as_tensor(difference.ours).double()
+        same = first.shape == ours.shape and most.admits(first, ours)
+        return same and bool((ours - first).abs().max() <= OF_MOVED * moves)
+
+    return [difference for difference in found if not rounds(difference)]
 
 
 def _known_on(program: Program, rank: int, ranks: int, outcome: Outcome) -> dict[str, Any]:

@@ -104,6 +104,11 @@ class Program:
         kinds |= {"manual"} if self["loop"] != "automatic" else {"automatic"}
         return frozenset({*self.features, *kinds, *nets, f"@={self.layout}"})
 
+    @property
+    def alone(self) -> bool:
+        """True if all of it runs in one process, which takes batches whole."""
+        return self.layout == "one" and self["resume"] in ("same", "one")
+
     def has_any(self, features: Iterable[str]) -> bool:
         """True if one of the features is there."""
         return any(feature in self.features for feature in features)

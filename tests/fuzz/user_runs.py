@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -51,11 +51,28 @@ class Outcome:
     error: tuple[str, ...] = ()
 
 
+class LastPlaces(Callback):
+    """Moves each trained weight by at most one unit in the last place before each batch, up or down at random.
+
+    What then differs at the end differs as much between two orders of the same sums.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for param in pl_module.parameters():
+                if param.requires_grad and param.is_floating_point():
+                    up = torch.rand(param.shape, generator=self.random) < 0.5
+                    param.copy_(torch.nextafter(param, torch.where(up, torch.inf, -torch.inf).to(param.dtype)))
+
+
 class _Run:
     """A program in one folder: fits, evaluates, and keeps a record."""
 
-    def __init__(self, program: Program, folder: Path, ours: bool) -> None:
-        self.program, self.folder, self.ours = program, folder, ours
+    def __init__(self, program: Program, folder: Path, ours: bool, moved: int | None) -> None:
+        self.program, self.folder, self.ours, self.moved = program, folder, ours, moved
         self.record: dict[str, Any] = {"logged": {}, "callbacks": {}}
 
     def strategy(self, layout: str) -> Any:
@@ -78,6 +95,7 @@ class _Run:
         seed_everything(program.seed, verbose=False)
         module, (rows, held_out) = module_of(program), loaders(program)
         callbacks, recorder = callbacks_of(program, folder), Recorder()
+        callbacks += [LastPlaces(self.moved)] if self.moved is not None else []
         if program["stop"] != "none":
             saves = {"every_n_train_steps": SAVED_EVERY, "save_top_k": -1, "save_last": True}
             callbacks.append(ModelCheckpoint(folder / "saved", "{step}", **saves))
@@ -228,7 +246,9 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def run(program: Program, folder: Path, part: str = "whole", *, ours: bool) -> Outcome:
+def run(
+    program: Program, folder: Path, part: str = "whole", *, ours: bool = False, moved: int | None = None
+) -> Outcome:
     """Run a program on this rank of the process group, if there is one.
 
     Args:
@@ -236,9 +256,10 @@ def run(program: Program, folder: Path, part: str = "whole", *, ours: bool) -> O
         folder: a folder that the ranks share, and both parts of a program that stops.
         part: ``"first"`` up to its stop, ``"second"`` from there on, ``"whole"`` without it.
         ours: false for Lightning's strategy.
+        moved: a seed to move weights in their last places; see ``LastPlaces``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    here = _Run(program, folder, ours)
+    here = _Run(program, folder, ours, moved)
     with _quiet():
         try:
             here.part(part)
