@@ -271,7 +271,11 @@ SENSELESS = rules(
             *("stop log", "stop metric", "stop collect", "stop schedule=plateau", "stop cb-early", "stop cb-rates"),
             *("stop cb-best", "stop val-often", "stop catches", "stop gathers"),
         ),
-        "what user code keeps outside of checkpoints is not resumed": ("stop cb-ema", "stop rank0-draws"),
+        "what user code keeps outside of checkpoints is not resumed": (
+            "stop cb-ema",
+            "stop rank0-draws",
+            "stop cb-stops",
+        ),
         "hooks of an epoch do not run again in stock Lightning either": (
             *("stop late-group", "stop cb-unfreeze", "stop unfreeze -stop=exception"),
         ),
