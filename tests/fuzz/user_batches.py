@@ -109,31 +109,11 @@ class Collate:
         return MAKE[self.form](rows)
 
 
-class GoesOn(DataLoader[Any]):
-    """A loader with a state: the batches of this epoch that have been read."""
-
-    begin = done = 0
-
-    def __iter__(self) -> Any:
-        begin, self.begin = self.begin, 0
-        for number, batch in enumerate(super().__iter__()):
-            if number >= begin:
-                self.done = number + 1
-                yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done % len(self)}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.begin = self.done = state["done"]
-
-
 def loaders(program: Program) -> Iterator[DataLoader[Any]]:
     """A loader of training data, and one of held-out data."""
     collate = Collate(program["batch"])
     rows: Dataset[Any] = Rows(program.seed, ODD if "odd" in program else SAMPLES)
     if "split" in program:
         rows, _ = random_split(rows, [0.5, 0.5])
-    kind = GoesOn if program["stop"] in ("signal", "file") else DataLoader
-    yield kind(rows, BATCH, shuffle="shuffle" in program, collate_fn=collate)
+    yield DataLoader(rows, BATCH, shuffle="shuffle" in program, collate_fn=collate)
     yield DataLoader(Rows(program.seed + 1, HELD_OUT), BATCH, collate_fn=collate)

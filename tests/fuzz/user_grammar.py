@@ -276,6 +276,9 @@ SENSELESS = rules(
             "stop rank0-draws",
             "stop cb-stops",
         ),
+        "a callback saves before the module's hook at the end of a step": (
+            *("stop=exception own-state", "stop=exception teacher"),
+        ),
         "hooks of an epoch do not run again in stock Lightning either": (
             *("stop late-group", "stop cb-unfreeze", "stop unfreeze -stop=exception"),
         ),

@@ -60,7 +60,7 @@ class Steps:
 
     def stops_now(self) -> bool:
         """True in the step at whose beginning, or in which, the program is to stop."""
-        return self.stop_file is not None and self.global_step == int(self.program["stop_at"])
+        return self.stop_file is not None and self.global_step >= int(self.program["stop_at"])
 
     def report(self, where: str, loss: Tensor, out: Tensor, batch: Batch) -> None:
         LOG[self.program["log"]](self, where, loss, batch)

@@ -91,8 +91,6 @@ def answer_of(program: Program, folder: Path, ranks: Ranks) -> Answer:
 def _stock(program: Program, home: Path, ranks: Ranks, **how: Any) -> list[Outcome]:
     """Lightning's outcomes: of two replicas, or of one process."""
     program = program if program.layout.startswith("dp2") else program.at("one")
-    if program["stop"] == "exception":  # a loader without a state begins anew there, too
-        return _parts(program.always(resume="same"), home, ranks, **how)
     return _on(program, home, ranks, "whole", **how)
 
 
@@ -101,7 +99,7 @@ def _parts(program: Program, home: Path, ranks: Ranks, **how: Any) -> list[Outco
     if program["stop"] == "none":
         return _on(program, home, ranks, "whole", **how)
     first = _on(program, home, ranks, "first", **how)
-    if any(outcome.error for outcome in first):
+    if any(outcome.error or not outcome.stopped for outcome in first):
         return first
     (home / "stop").unlink(missing_ok=True)
     after = program if program["resume"] == "same" else program.at(program["resume"])

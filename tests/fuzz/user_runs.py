@@ -45,10 +45,12 @@ class Outcome:
     Attributes:
         record: observations by subject; those before an error too.
         error: ``"refused"``, ``"refused late"`` or ``"failed"``, and the text of the error; empty without one.
+        stopped: true if it was interrupted; some programs end before that.
     """
 
     record: Mapping[str, Any]
     error: tuple[str, ...] = ()
+    stopped: bool = False
 
 
 class LastPlaces(Callback):
@@ -74,6 +76,7 @@ class _Run:
     def __init__(self, program: Program, folder: Path, ours: bool, moved: int | None) -> None:
         self.program, self.folder, self.ours, self.moved = program, folder, ours, moved
         self.record: dict[str, Any] = {"logged": {}, "callbacks": {}}
+        self.stopped = False
 
     def strategy(self, layout: str) -> Any:
         """Ours with all its defaults, or Lightning's for as many replicas."""
@@ -88,7 +91,7 @@ class _Run:
 
         Args:
             layout: its layout.
-            stops: true if it is interrupted, which must happen.
+            stops: true if it is to be interrupted.
             ckpt_path: checkpoint to go on from.
         """
         program, folder = self.program, self.folder
@@ -115,10 +118,12 @@ class _Run:
         except (FailedError, SystemExit):
             if not stops:
                 raise
+            self.stopped = True
         finally:
             self._add(trainer, module, recorder, callbacks)
-        if not stops:
-            self._ends(trainer)
+        if self.stopped:
+            return
+        self._ends(trainer)
         if "test" in program:
             trainer.test(module, held_out, verbose=False)
             self._add(trainer, module, recorder, callbacks)
@@ -269,7 +274,7 @@ def run(
             place = traceback.extract_tb(error.__traceback__)[-1]
             line = f"{'/'.join(Path(place.filename).parts[-3:])}:{place.lineno}"
             return Outcome(here.record, (kind, f"{type(error).__name__}: {error}"[:600], line))
-    return Outcome(here.record)
+    return Outcome(here.record, stopped=here.stopped)
 
 
 def _newest(before: Any, after: Any) -> Any:

@@ -62,6 +62,11 @@ class ResumedRandomness:
         if self._saved is not None:
             restore_random_state(self._saved, self._ranks.mesh.rng)
 
+    def go_on_reading(self) -> None:
+        """Before a loader reads the rest of an epoch, which may draw, set every generator to the loaded state, once."""
+        self._restore()
+        self._saved = None
+
     def begin_batch(self, batch_idx: int) -> None:
         """Resume in mid-epoch with the random numbers of the uninterrupted run.
 

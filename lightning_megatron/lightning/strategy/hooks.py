@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint
 from lightning_megatron import device as devices
+from lightning_megatron.data.loading.plain_loader import resumable
 from lightning_megatron.lightning.compat._private import agree_to_validate, injects_samplers
 from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration_on
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
@@ -138,6 +139,7 @@ class StrategyHooks(ParallelStrategy):
         self._own_callbacks.protect_workers(dataloader)
         if self._ranks.module.trainer.training:  # the user has made the loaders; their iterators come next
             self.checkpoints.randomness.go_on()
+            dataloader = resumable(dataloader, self.checkpoints.randomness.go_on_reading)
         return dataloader
 
     # Setup: the model and its optimizers

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 
+from lightning_megatron.data.loading.plain_loader import PlainDataLoader
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
@@ -48,6 +49,16 @@ class TrainingWatch(Callback):
         self._check = EndOfDataCheck()
         self._is_compared = self._foresees = False
         self._begun = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count a resumed epoch in batches of the present size, so that the epoch ends with its samples."""
+        loader, count = trainer.train_dataloader, trainer.fit_loop.epoch_loop.batch_progress.current
+        batches = loader.position.rescaled(trainer.current_epoch) if isinstance(loader, PlainDataLoader) else None
+        if batches is not None:
+            # A checkpoint may be written before the last batch counts as completed: the difference stays.
+            ahead = count.ready - batches
+            for name in ("ready", "started", "processed", "completed"):
+                setattr(count, name, getattr(count, name) - ahead)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare random generators, from which loaders draw next; numbers of batches once for each set of loaders."""

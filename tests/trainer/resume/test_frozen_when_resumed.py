@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
 
 pytestmark = [
@@ -51,7 +51,8 @@ def resumed(folder: Path, strategy: Callable[[], Any]) -> tuple[dict[str, Tensor
         module = Unfrozen()
         saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         trainer = quiet_trainer(strategy(), max_epochs=4, enable_checkpointing=True, callbacks=[saver])
-        loader: Any = DataLoader(list(rows), batch_size=2)
+        # Stock Lightning, too, reads the rest of the epoch then.
+        loader: Any = ResumableDataLoader(list(rows), batch_sampler=MegatronSampler(8, batch_size=2))  # type: ignore[arg-type]
         trainer.fit(module, loader, ckpt_path=path)
     state = trainer.optimizers[0].state
     weights = {name: p.detach().clone() for name, p in module.named_parameters()}

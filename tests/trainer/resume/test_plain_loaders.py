@@ -1,0 +1,150 @@
+"""A run with plain DataLoaders that is resumed in mid-epoch reads what an uninterrupted run reads, each sample once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.testing.trainer import quiet_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The `srun`", "error:You're resuming")
+EPOCHS = 3
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Each row is its number; notes which were read in this process."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.read = count, list[int]()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        self.read.append(number)
+        return torch.tensor([float(number)])
+
+
+class Model(LightningModule):
+    """Notes epoch, number and samples of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), list[tuple[int, int, Any]]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        rows = list(batch.values()) if isinstance(batch, dict) else [batch]
+        numbers = [row.flatten().int().tolist() for row in rows if row is not None]
+        self.seen.append((self.current_epoch, batch_idx, numbers))
+        return self.layer(rows[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def fit(folder: Path, data: Any, ckpt_path: Path | None = None, **options: Any) -> Model:
+    seed_everything(7, verbose=False)
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, filename="{step}", save_top_k=-1)
+    settings: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [saver], "enable_checkpointing": True} | options
+    trainer: Trainer = quiet_trainer(MegatronStrategy(), **settings)
+    trainer.fit(model := Model(), data, ckpt_path=ckpt_path)
+    return model
+
+
+LOADERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in order": ({}, {}),
+    "shuffled": ({"shuffle": True}, {}),
+    "a short last batch": ({"shuffle": True, "batch_size": 5}, {}),
+    "without the short one": ({"batch_size": 5, "drop_last": True}, {}),
+    "an epoch that is cut off": ({"shuffle": True}, {"limit_train_batches": 3}),
+    "accumulated": ({"shuffle": True}, {"accumulate_grad_batches": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_run_reads_what_the_whole_run_reads(tmp_path: Path, name: str) -> None:
+    given, options = LOADERS[name]
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(12), **{"batch_size": 3} | given)
+
+    whole = fit(tmp_path, loader(), **options).seen
+    steps = sorted(int(file.stem.removeprefix("step=")) for file in tmp_path.glob("step=*"))
+    for step in steps[:-1]:
+        data = loader()
+        rest = fit(tmp_path / "resumed", data, tmp_path / f"step={step}.ckpt", **options).seen
+        assert rest == whole[-len(rest) :]
+        assert data.dataset.read == [number for _, _, (numbers,) in rest for number in numbers]  # type: ignore[attr-defined]
+
+
+def test_workers_begin_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(12), 3, shuffle=True, num_workers=1, persistent_workers=True)
+
+    whole = fit(tmp_path, loader()).seen
+    assert fit(tmp_path / "resumed", loader(), tmp_path / "step=5.ckpt").seen == whole[5:]
+
+
+@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size", "max_size"])
+def test_each_of_several_loaders_goes_on(tmp_path: Path, mode: str) -> None:
+    from lightning.pytorch.utilities import CombinedLoader
+
+    def loaders() -> Any:
+        return CombinedLoader(
+            {"a": DataLoader(Rows(12), 2, shuffle=True), "b": DataLoader(Rows(6), 2, shuffle=True)}, mode
+        )
+
+    whole = fit(tmp_path, loaders()).seen
+    for step in (2, 4):
+        assert fit(tmp_path / "resumed", loaders(), tmp_path / f"step={step}.ckpt").seen == whole[step:]
+
+
+def test_a_loader_serves_two_fits(tmp_path: Path) -> None:
+    data = DataLoader(Rows(12), 3, shuffle=True)
+    whole = fit(tmp_path, data).seen
+    assert fit(tmp_path / "resumed", data, tmp_path / "step=5.ckpt").seen == whole[5:]
+
+
+def test_lightning_warns_of_an_order_that_follows_from_more_than_the_epoch(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        rows = Rows(12)
+        return DataLoader(rows, 3, sampler=RandomSampler(rows, replacement=True))
+
+    fit(tmp_path, loader())
+    with pytest.raises(UserWarning, match="You're resuming"):
+        fit(tmp_path / "resumed", loader(), tmp_path / "step=5.ckpt")
+
+
+def _part(folder: Path, size: int, step: int | None) -> list[tuple[int, int, Any]]:
+    path = None if step is None else folder / f"step={step}.ckpt"
+    name = "first" if step is None else "second"
+    return fit(folder if step is None else folder / name, DataLoader(Rows(24), size, shuffle=True), path).seen
+
+
+def _samples(parts: list[list[tuple[int, int, Any]]], epoch: int, begin: int = 0, end: int | None = None) -> list[int]:
+    each = [[numbers for at, _, (numbers,) in part if at == epoch][begin:end] for part in parts]
+    return sorted(number for part in each for numbers in part for number in numbers)
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (2, 3)), ((1, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 3), (1, 2))])
+def test_other_replicas_and_batches_read_the_rest_of_the_epoch(
+    ranks: Callable[..., list[Any]], tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    def run(count: int, size: int, step: int | None) -> list[list[tuple[int, int, Any]]]:
+        return [_part(tmp_path, size, step)] if count == 1 else ranks(count, _part, tmp_path, size, step)
+
+    first = run(*before, None)
+    second = run(*after, 2)
+    everything = list(range(24))
+    assert sorted(_samples(first, 0, end=2) + _samples(second, 0)) == everything
+    assert _samples(second, 1) == _samples(second, 2) == everything
+    if before == after:
+        assert second == [part[2:] for part in first]
