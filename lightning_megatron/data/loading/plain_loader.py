@@ -10,6 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from lightning_megatron.data.loading.resumable_loader import CountingDataLoader
 
+_STATE = ("epoch", "consumed_samples", "global_batch_size")
+
 
 class EpochPosition(Sampler[int]):
     """Samples of one replica in the order of another sampler, from the restored position on in the first epoch.
@@ -53,18 +55,34 @@ class EpochPosition(Sampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Position, equal on all ranks."""
-        names = ("epoch", "consumed_samples", "global_batch_size")
-        return dict(zip(names, (self._epoch, self.consumed_samples, self._global_batch_size), strict=True))
+        return dict(zip(_STATE, (self._epoch, self.consumed_samples, self._global_batch_size), strict=True))
+
+    @staticmethod
+    def is_state(state: Any) -> bool:
+        """True if an object has the entries of :meth:`state_dict`."""
+        return isinstance(state, dict) and state.keys() == set(_STATE)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the position at which the next iterator begins."""
         self._epoch, self._start = state["epoch"], state["consumed_samples"]
         self.consumed_samples, self._saved_batch_size = self._start, state["global_batch_size"]
 
-    def rescaled(self, epoch: int) -> int | None:
-        """Batches of the restored position in an epoch; ``None`` if they are those of the run before."""
-        same = self._saved_batch_size in (None, self._global_batch_size)
-        return None if same or epoch != self._epoch else self.consumed_samples // self._global_batch_size
+    def agree_on_batches(self, epoch: int, batches: int, in_epoch: int) -> int:
+        """Compare the restored position with a number of batches, which it follows if none was restored.
+
+        Args:
+            epoch: epoch that is resumed.
+            batches: batches of it that the run before consumed.
+            in_epoch: batches of the whole epoch.
+
+        Returns:
+            The number of batches, converted if the run before had another global batch size.
+        """
+        size = self._global_batch_size
+        if self._saved_batch_size is None and batches < in_epoch:  # of stock Lightning, or of an earlier version
+            self.load_state_dict(dict(zip(_STATE, (epoch, batches * size, size), strict=True)))
+        same = epoch != self._epoch or self._saved_batch_size in (None, size)
+        return batches if same else self.consumed_samples // size
 
 
 class PlainDataLoader(CountingDataLoader):

@@ -1,8 +1,12 @@
-"""Progress of a run whose batch size has changed: Lightning counts batches, data modules count samples."""
+"""Progress of a run in its data: Lightning counts batches, data modules and loaders count samples."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from lightning_megatron.data.loading.plain_loader import EpochPosition
+
+_OWN = "plain_loaders"
 
 
 def follow_batch_size(checkpoint: dict[str, Any], datamodule: Any) -> None:
@@ -23,3 +27,21 @@ def follow_batch_size(checkpoint: dict[str, Any], datamodule: Any) -> None:
     batches = count["ready"] * before // now
     # A checkpoint may be written before the last batch counts as completed: the difference stays.
     progress["current"] = {name: batches - (count["ready"] - value) for name, value in count.items()}
+
+
+def put_positions_aside(checkpoint: dict[str, Any]) -> None:
+    """Move positions of plain loaders in Lightning's dictionary to an entry that stock Lightning does not read.
+
+    It refuses states of loaders that have none there. States of other loaders stay where they are, with all beside.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    states = loop.get("state_dict", {}).get("combined_loader", ())
+    if states and all(map(EpochPosition.is_state, states)):
+        loop[_OWN] = loop["state_dict"].pop("combined_loader")
+
+
+def restore_positions(checkpoint: dict[str, Any]) -> None:
+    """Undo :func:`put_positions_aside`."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    if _OWN in loop:
+        loop["state_dict"]["combined_loader"] = loop.pop(_OWN)

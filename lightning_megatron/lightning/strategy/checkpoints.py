@@ -17,7 +17,7 @@ from lightning_megatron.errors import CheckpointError, raise_if_any
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning import checkpointing, pretrained
 from lightning_megatron.lightning.compat._private import trainer_of
-from lightning_megatron.lightning.run_state.progress import follow_batch_size
+from lightning_megatron.lightning.run_state.progress import follow_batch_size, put_positions_aside, restore_positions
 from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.strategy.folders import SaveFolders
 from lightning_megatron.lightning.strategy.ranks import JobRanks
@@ -137,6 +137,7 @@ class RunCheckpoints:
     def save(self, checkpoint: dict[str, Any], filepath: Any, guard: SaveGuard | None) -> None:
         """Write Lightning's dictionary, or begin to in the background; ``guard`` checks it before it is published."""
         raise_if_any(address_problems("filepath", filepath))
+        put_positions_aside(checkpoint)
         self._params.finish_finite_checks()
         self._params.settle()
         path, lost = self.ranks.broadcast((str(filepath), self.folders.lost()))
@@ -212,6 +213,7 @@ class RunCheckpoints:
         told = None if loaded.opened is None else loaded.opened.progress
         self.folders.went_on(told or Progress(0, checkpoint.get("global_step", 0)))
         pretrained.take_settings(module, checkpoint)
+        restore_positions(checkpoint)
         follow_batch_size(checkpoint, getattr(trainer_of(module), "datamodule", None))
         self._note_path(checkpoint_path, checkpoint)
         if self._params.sharded and is_fitting(module):

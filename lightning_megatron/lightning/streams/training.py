@@ -51,12 +51,12 @@ class TrainingWatch(Callback):
         self._begun = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count a resumed epoch in batches of the present size, so that the epoch ends with its samples."""
+        """Let a plain loader and Lightning agree where a resumed epoch goes on."""
         loader, count = trainer.train_dataloader, trainer.fit_loop.epoch_loop.batch_progress.current
-        batches = loader.position.rescaled(trainer.current_epoch) if isinstance(loader, PlainDataLoader) else None
-        if batches is not None:
+        if trainer.ckpt_path and isinstance(loader, PlainDataLoader) and count.ready:
+            epoch, limit = trainer.current_epoch, int(trainer.num_training_batches)
             # A checkpoint may be written before the last batch counts as completed: the difference stays.
-            ahead = count.ready - batches
+            ahead = count.ready - loader.position.agree_on_batches(epoch, count.ready, limit)
             for name in ("ready", "started", "processed", "completed"):
                 setattr(count, name, getattr(count, name) - ahead)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The `srun`", "error:You're resuming")
 EPOCHS = 3
@@ -50,11 +50,13 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(folder: Path, data: Any, ckpt_path: Path | None = None, **options: Any) -> Model:
+def fit(
+    folder: Path, data: Any, ckpt_path: Path | None = None, strategy: Any = None, one_file: bool = False, **options: Any
+) -> Model:
     seed_everything(7, verbose=False)
     saver = ModelCheckpoint(folder, every_n_train_steps=1, filename="{step}", save_top_k=-1)
     settings: dict[str, Any] = {"max_epochs": EPOCHS, "callbacks": [saver], "enable_checkpointing": True} | options
-    trainer: Trainer = quiet_trainer(MegatronStrategy(), **settings)
+    trainer: Trainer = quiet_trainer(strategy or MegatronStrategy(save_distributed_checkpoint=not one_file), **settings)
     trainer.fit(model := Model(), data, ckpt_path=ckpt_path)
     return model
 
@@ -77,8 +79,7 @@ def test_a_resumed_run_reads_what_the_whole_run_reads(tmp_path: Path, name: str)
         return DataLoader(Rows(12), **{"batch_size": 3} | given)
 
     whole = fit(tmp_path, loader(), **options).seen
-    steps = sorted(int(file.stem.removeprefix("step=")) for file in tmp_path.glob("step=*"))
-    for step in steps[:-1]:
+    for step in (1, 3, 4, 5):  # in mid-epoch, and at an epoch's end
         data = loader()
         rest = fit(tmp_path / "resumed", data, tmp_path / f"step={step}.ckpt", **options).seen
         assert rest == whole[-len(rest) :]
@@ -107,6 +108,18 @@ def test_each_of_several_loaders_goes_on(tmp_path: Path, mode: str) -> None:
         assert fit(tmp_path / "resumed", loaders(), tmp_path / f"step={step}.ckpt").seen == whole[step:]
 
 
+@pytest.mark.skipif(kind_in_tests().type != "cpu", reason="compares with Lightning's strategy for a CPU")
+def test_a_run_of_stock_lightning_goes_on_and_it_goes_on_with_ours(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(12), 3)
+
+    whole = fit(tmp_path / "stock", loader(), strategy="auto").seen
+    assert fit(tmp_path / "ours", loader(), tmp_path / "stock" / "step=2.ckpt", one_file=True).seen == whole[2:]
+    with pytest.warns(UserWarning, match="You're resuming"):
+        rest = fit(tmp_path / "again", loader(), tmp_path / "ours" / "step=6.ckpt", strategy="auto").seen
+    assert [place[:2] for place in rest] == [place[:2] for place in whole[6:]]
+
+
 def test_a_loader_serves_two_fits(tmp_path: Path) -> None:
     data = DataLoader(Rows(12), 3, shuffle=True)
     whole = fit(tmp_path, data).seen
@@ -123,6 +136,10 @@ def test_lightning_warns_of_an_order_that_follows_from_more_than_the_epoch(tmp_p
         fit(tmp_path / "resumed", loader(), tmp_path / "step=5.ckpt")
 
 
+# Replicas and batch size.
+OTHERS = [((2, 3), (2, 3)), ((1, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 3), (1, 2)), ((1, 2), (2, 6))]
+
+
 def _part(folder: Path, size: int, step: int | None) -> list[tuple[int, int, Any]]:
     path = None if step is None else folder / f"step={step}.ckpt"
     name = "first" if step is None else "second"
@@ -134,7 +151,9 @@ def _samples(parts: list[list[tuple[int, int, Any]]], epoch: int, begin: int = 0
     return sorted(number for part in each for numbers in part for number in numbers)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (2, 3)), ((1, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 3), (1, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 3), (2, 3)), ((1, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 3), (1, 2)), ((1, 2), (2, 6))]
+)
 def test_other_replicas_and_batches_read_the_rest_of_the_epoch(
     ranks: Callable[..., list[Any]], tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
