@@ -38,7 +38,7 @@ WIDE = {
     "VocabParallelEmbedding",
 }
 """Public classes, whose constructors may have more than 8 arguments."""
-MOST_LINES = 77_760
+MOST_LINES = 77_950
 """Lines of the package without ``testing/``. Raise it in the commit that needs more, and say there for what."""
 
 
