@@ -72,6 +72,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "loss dtypes": ({"a": "torch.float32"}, {"a": "torch.bfloat16"}),
     "checkpoint": ({"w": torch.zeros(2)}, {"w": torch.zeros(3)}),
     "logged": ({"a": 1.0}, {}),
+    "callbacks": ({"a": "Best score: 2.998."}, {"a": "Best score: 2.900."}),
 }
 
 
