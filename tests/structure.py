@@ -126,12 +126,17 @@ def lines(root: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in files(root) if "testing" not in path.parts)
 
 
-def cycles(root: Path, *, of_types: bool) -> list[str]:
-    """Modules that import themselves through others, with or without imports that only a type checker follows."""
+def imports(root: Path, *, of_types: bool) -> dict[str, set[str]]:
+    """Modules that each module imports, with or without imports that only a type checker follows."""
     names = {
         path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in files(root)
     }
-    graph = {name: _imports(path, set(names.values()), of_types) - {name} for path, name in names.items()}
+    return {name: _imports(path, set(names.values()), of_types) - {name} for path, name in names.items()}
+
+
+def cycles(root: Path, *, of_types: bool) -> list[str]:
+    """Modules that import themselves through others; ``of_types`` as for :func:`imports`."""
+    graph = imports(root, of_types=of_types)
     while outside := _outside(graph):
         for name in outside:
             del graph[name]
