@@ -50,18 +50,7 @@ EXTRAS: tuple[str, ...] = (
     *("gathers", "catches", "two-val", "cb-sets-rates", "cb-stops"),
 )
 LAYOUTS = ("one", "dp2", "tp2", "pp2", "mb2", "dp2+mb2")
-OF_OWN_NETS = (
-    *(
-        "weight-norm",
-        "spectral-norm",
-        "temperature",
-        "penalty",
-        "weight-penalty",
-        "builds-late",
-        "catches",
-        "recomputes",
-    ),
-)
+OF_OWN_NETS = ("weight-norm", "spectral-norm", "temperature", "penalty", "weight-penalty", "builds-late", "catches")
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 OURS = ("net=gpt", "net=llama")
 HUGGING_FACE = ("net=bert", "net=gpt2", "net=t5")
@@ -186,8 +175,16 @@ SENSELESS = rules(
             "ours cb-read @tp2",
             "ours cb-read @pp2",
         ),
-        "a mean over micro-batches": ("odd collect @mb2",),
+        "a mean over micro-batches": ("odd collect @mb2", "split collect @mb2"),
+        "replicas evaluate with the buffers that a checkpoint has, not with their own of the last batch": tuple(
+            f"{feature} {stage} @dp2"
+            for feature in ("net=norm", "running", "spectral-norm")
+            for stage in ("test", "predict")
+        ),
         "code behind the model's call runs on the last stage alone": ("collect @pp2",),
+        "a checkpoint around a stage is refused in the step, and the other stage waits for the process to end": (
+            "recomputes @pp2",
+        ),
         "a step returns one thing": ("outputs num-tokens",),
         "the model is built later": ("ours loads-back",),
         "freezing twice": ("frozen unfreeze", "frozen cb-unfreeze", "unfreeze cb-unfreeze", "late-group cb-unfreeze"),

@@ -50,9 +50,10 @@ def around_blocks(module: GPTModule, reentrant: bool) -> None:
 class Program(GPTModule):
     """A language model with a checkpoint of its own, ``how``; writes down the gradients of each step."""
 
-    def __init__(self, config: str, how: str | None, **options: Any) -> None:
+    def __init__(self, config: str, how: str | None, by_hand: bool = False, **options: Any) -> None:
         super().__init__(config, lr=1e-2, **(SIZES | options))
         self.how, self.found = how, list[dict[str, Tensor]]()
+        self.automatic_optimization = not by_hand
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -66,22 +67,32 @@ class Program(GPTModule):
             return checkpoint(super().loss, batch, use_reentrant=False, preserve_rng_state=False)
         return super().loss(batch)
 
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
+        self.manual_backward(loss := self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+        return loss
+
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.found.append({name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None})
 
 
-def data() -> Any:
+def data(packed: bool) -> Any:
+    documents = {"segment_ids": torch.tensor([1, 1, 1, 2, 2, 3, 3, 3])} if packed else {}
     tokens = torch.randint(61, (STEPS * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    return [{"tokens": row[:-1], "labels": row[1:]} for row in tokens]
+    return [{"tokens": row[:-1], "labels": row[1:], **documents} for row in tokens]
 
 
 def outcome(config: str, how: str | None, layout: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Everything that a run of two steps leaves on this rank."""
+    options, packed = {name: options[name] for name in options if name != "packed"}, "packed" in options
     seed_everything(5, verbose=False)
     module, recorder = Program(config, how, **options), Recorder()
     trainer = quiet_trainer(MegatronStrategy(**layout), max_epochs=1, logger=recorder)
     size = BATCH // (2 if "ep" in layout else 1)
-    trainer.fit(module, DataLoader(data(), batch_size=size))
+    trainer.fit(module, DataLoader(data(packed), batch_size=size))
     found: dict[str, Any] = {"logged": [{**row} for row in recorder.rows], "next": torch.rand(3)}
     for step, gradients in enumerate(module.found):
         found |= {f"step {step}: {name}": gradient for name, gradient in gradients.items()}
@@ -116,10 +127,18 @@ def same(one: Any, other: Any) -> bool:
 HOWS = ["model", "blocks", "blocks, reentrant"]
 
 
-@pytest.mark.parametrize("options", [{}, EXPERTS | BINS], ids=["dense", "experts"])
-def test_a_checkpoint_around_model_or_blocks_changes_no_bit(ranks: Ranks, options: dict[str, Any]) -> None:
-    config = "mixtral-tiny" if options else "gpt-tiny"
-    assert ranks(1, differing, config, {"micro_batch_size": 2}, options, HOWS) == [{}]
+PACKED: dict[str, Any] = {"packed": True, "attention_dropout": 0.0}
+PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dense": ("gpt-tiny", {"micro_batch_size": 2}, {}),
+    "experts": ("mixtral-tiny", {"micro_batch_size": 2}, EXPERTS | BINS),
+    "packed documents": ("mixtral-tiny", {}, EXPERTS | PACKED),
+    "optimized by hand": ("mixtral-tiny", {}, EXPERTS | {"by_hand": True}),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_checkpoint_around_model_or_blocks_changes_no_bit(ranks: Ranks, name: str) -> None:
+    assert ranks(1, differing, *PROGRAMS[name], HOWS) == [{}]
 
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
