@@ -57,7 +57,7 @@ class HostWaits:
 
 
 class _Reads(TorchFunctionMode):
-    """Reads of whole tensors, which are no operators on the CPU; on a device they copy."""
+    """Reads of whole tensors, which are no operators on the CPU, and numbers that are put on a device."""
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()
@@ -66,7 +66,10 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if KIND is CPU and func in (Tensor.tolist, Tensor.cpu, Tensor.numpy) and place() not in OF_THE_HOST:
             self._found[f"{func.__name__} in {place()}"] += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, Tensor.new_tensor) and out.device.type != CPU.type and place() not in OF_THE_HOST:
+            self._found[f"{func.__name__} in {place()}"] += 1
+        return out
 
 
 class _Operators(TorchDispatchMode):

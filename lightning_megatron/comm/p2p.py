@@ -58,7 +58,7 @@ def greet_neighbours(axis: Axis, device: torch.device, is_ring: bool, rotates: b
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     if rotates:
         found = start_rotation(own, axis).wait()
-    for sends in () if rotates else (True, False) if axis.rank % 2 == 0 else (False, True):
+    for sends in () if rotates else (axis.rank % 2 == 0, axis.rank % 2 == 1):
         if sends and (is_ring or after):
             send(own, axis, after)
         elif not sends and (is_ring or axis.rank):

@@ -393,8 +393,8 @@ class TransformerModule(AdaptedModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the learning rate of this step."""
         if "lr" in self.logged:
-            # A number would be copied to the device, and the host would wait for that.
-            self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"])))
+            # Lightning copies a number to the device, which the host waits for.
+            self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float32))
 
     def configure_gradient_clipping(
         self,

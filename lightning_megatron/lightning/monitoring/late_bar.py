@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,26 +21,22 @@ class LateBar(Callback):
     reads_parameters = False
 
     def __init__(self, world: Axis) -> None:
-        self._world = world
+        self._world, self._name = world, ""
         self._read: Callable[[], list[float]] | None = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Show a value that is known by now."""
-        metrics: Mapping[str, Any] = trainer.callback_metrics
-        value = metrics.get(_name(pl_module))
+        self._name = getattr(pl_module, "shown_late", "")
+        value = trainer.callback_metrics.get(self._name)
         if value is not None:
             before, self._read = self._read, begin_read(value.reshape(1))
-            self._show(trainer, pl_module, self._read if before is None or value.device.type == CPU.type else before)
+            self._show(trainer, self._read if before is None or value.device.type == CPU.type else before)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the last value."""
-        if self._read is not None:
-            self._show(trainer, pl_module, self._read)
+        self._show(trainer, self._read)
 
-    def _show(self, trainer: Trainer, module: LightningModule, read: Callable[[], list[float]]) -> None:
-        with self._world.during(Kind.DEVICE):
-            (trainer.progress_bar_metrics[_name(module)],) = read()
-
-
-def _name(module: LightningModule) -> str:
-    return str(getattr(module, "shown_late", ""))
+    def _show(self, trainer: Trainer, read: Callable[[], list[float]] | None) -> None:
+        if read is not None:
+            with self._world.during(Kind.DEVICE):
+                (trainer.progress_bar_metrics[self._name],) = read()

@@ -54,7 +54,8 @@ class _Entry:
         if name in ("min", "amin"):
             return stacked.min()
         are_given = len(self.batch_sizes) == len(self.values) and sum(self.batch_sizes) > 0
-        weights = copy_to_device(torch.tensor(self.batch_sizes if are_given else self.weights).float(), device)
+        shares = torch.tensor(self.batch_sizes if are_given else self.weights, dtype=torch.float32)
+        weights = copy_to_device(shares, device)
         return (stacked * weights).sum() / weights.sum()
 
 
@@ -160,11 +161,6 @@ class _Header:
     lines: list[_Line]
     num_totals: int
 
-    @property
-    def num_numbers(self) -> int:
-        """Number of all totals and values."""
-        return self.num_totals + len(self.lines)
-
 
 _UNTOLD = _Header([], 1)
 """Header that every stage assumes until it receives another one: a loss, and no logs."""
@@ -197,11 +193,11 @@ class LogSync:
         own = _Header(capture.lines(), len(totals)) if is_last else None
         if self._has_changed(is_last and own != header):
             header = self._headers[step] = broadcast_pickled(own, self._axis, self._axis.ranks[-1], self._device)
-        numbers = torch.zeros(header.num_numbers, device=self._device)
-        if is_last and header.num_numbers:
+        numbers = torch.zeros(header.num_totals + len(header.lines), device=self._device)
+        if is_last and len(numbers):
             known = [*totals, *capture.values(self._device)]
             numbers = torch.stack([_scalar(0.0 if value is None else value, self._device) for value in known])
-        received = broadcast_in_place(numbers, self._axis, -1).unbind() if header.num_numbers else ()
+        received = broadcast_in_place(numbers, self._axis, -1).unbind() if len(numbers) else ()
         capture.replay(header.lines, received[header.num_totals :])
         return received[: header.num_totals]
 

@@ -222,12 +222,11 @@ class JobRanks:
         if any(cards):
             rank_zero_info(f"cards of the ranks: {devices.describe_cards(cards)}")
         mesh.connect()
-        rings = {mesh.pp: (mesh.layout.vpp > 1, False)}
-        rings |= {mesh.cp: (True, True)} if mesh.layout.cp_comm_type == "p2p" else {}
-        for axis, how in rings.items():
+        rings = {mesh.pp: mesh.layout.vpp > 1} | ({mesh.cp: True} if mesh.layout.cp_comm_type == "p2p" else {})
+        for axis, is_ring in rings.items():
             if axis.size > 1:
                 with mesh.connecting(f"{axis.name} messages"):
-                    greet_neighbours(axis, self.strategy.root_device, *how)
+                    greet_neighbours(axis, self.strategy.root_device, is_ring, rotates=axis is mesh.cp)
         for name, seconds in mesh.connect_seconds.items():
             axis = getattr(mesh, name.partition(" ")[0])
             what = "messages" if "messages" in name else "collective"

@@ -40,7 +40,9 @@ OF_THE_HOST = {
 """Reads of tensors that are on the host on every device."""
 DOCUMENTS = "documents.py"
 """File whose functions read bounds of documents, which stay on the host."""
-OF_LIGHTNING = {"_local_scalar_dense in training_epoch_loop.py:_broadcast_sigterm_tensor"}
+OF_LIGHTNING = {
+    f"{name} in training_epoch_loop.py:_broadcast_sigterm_tensor" for name in ("tensor", "_local_scalar_dense")
+}
 """A flag of rank 0 that Lightning reads at the start of each batch, from 2.6 on, where there are several ranks."""
 BLOCKS_NOT = {"_to_copy in device/memory.py:copy_to_device"}
 """Copies that block on a Gaudi alone."""
