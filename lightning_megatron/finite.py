@@ -22,11 +22,10 @@ def first_bad_row(flat: Tensor, row: int) -> tuple[Tensor, Tensor]:
         flat: ``[n]``; a last row may be shorter.
         row: number of elements of a row.
     """
-    full = flat.detach()[: flat.numel() // row * row].view(-1, row)
-    sums = full.sum(1, dtype=_wide(flat))
-    if full.numel() < flat.numel():
-        sums = torch.cat([sums, flat.detach()[full.numel() :].sum(0, keepdim=True, dtype=_wide(flat))])
-    least, index = sums.isfinite().to(torch.int32).min(0)
+    end = flat.numel() // row * row
+    rows = [part for part in (flat.detach()[:end].view(-1, row), flat.detach()[end:].view(1, -1)) if part.numel()]
+    sums = [torch.linalg.vector_norm(part, 1, 1, dtype=_wide(flat)) for part in rows]  # of magnitudes: one comparison
+    least, index = ((sums[0] if len(sums) == 1 else torch.cat(sums)) < float("inf")).to(torch.int32).min(0)
     return least, index
 
 

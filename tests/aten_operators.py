@@ -6,6 +6,7 @@ is looked up in the list that Gaudi's bridge publishes, before it is kept here.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ TRAININGS: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "mixtral capacity": (1, MIXTRAL | {"moe_capacity_factor": 1.0, "moe_pad_to_capacity": True}, {}, "bf16-mixed"),
     "mixtral bins": (1, MIXTRAL | {"moe_capacity_bins": 3, "moe_capacity_bins_alignment": 4}, {}, "bf16-mixed"),
 }
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute: without views, and without memory that nothing fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func._schema.returns
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in given)
+        if not is_view and not any(word in str(func) for word in ("empty", "_unsafe_view", "promote_types")):
+            self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Operators(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from contextlib import ExitStack
+from os import sep
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import lightning_megatron
+from lightning_megatron.device import CPU
+from lightning_megatron.testing.trainer import kind_in_tests
 
+KIND = kind_in_tests()
 PACKAGE = Path(lightning_megatron.__file__).parent
 WAITING = {
     "_local_scalar_dense",  # item, float, bool
@@ -52,16 +57,19 @@ class HostWaits:
 
 
 class _Reads(TorchFunctionMode):
-    """Reads of whole tensors, which are no operators on the CPU."""
+    """Reads of whole tensors, which are no operators on the CPU, and numbers that are put on a device."""
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()
         self._found = found
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.cpu, Tensor.numpy) and place() not in OF_THE_HOST:
+        if KIND is CPU and func in (Tensor.tolist, Tensor.cpu, Tensor.numpy) and place() not in OF_THE_HOST:
             self._found[f"{func.__name__} in {place()}"] += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, Tensor.new_tensor) and out.device.type != CPU.type and place() not in OF_THE_HOST:
+            self._found[f"{func.__name__} in {place()}"] += 1
+        return out
 
 
 class _Operators(TorchDispatchMode):
@@ -75,9 +83,23 @@ class _Operators(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         unsized = str(func) == "aten.repeat_interleave.Tensor" and not (kwargs or {}).get("output_size")
         waits = name in WAITING or unsized or (name == "index" and _by_mask(args))
-        if waits and place() not in OF_THE_HOST:
+        if (waits and _may_wait(args)) or (name in ("_to_copy", "copy_") and _is_blocking_copy(args, kwargs or {})):
             self._found[f"{name} in {place()}"] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _may_wait(args: Any) -> bool:
+    """True unless the operation reads what lies on the host on every device, or on a device that is no CPU."""
+    is_on_device = KIND is CPU or any(x.device.type != CPU.type for x in tree_leaves(args) if isinstance(x, Tensor))
+    return is_on_device and place() not in OF_THE_HOST
+
+
+def _is_blocking_copy(args: Any, kwargs: Any) -> bool:
+    """True for a copy between host and device that the host waits for; on a CPU there is none."""
+    given = dict(zip(("to", "src", "non_blocking"), args, strict=False)) | kwargs
+    other = given["src"].device if "src" in given else given.get("device") or given["to"].device
+    apart = torch.device(other).type != given["to"].device.type
+    return apart and not given.get("non_blocking") and place() not in OF_THE_HOST
 
 
 def _by_mask(args: Any) -> bool:
@@ -85,11 +107,10 @@ def _by_mask(args: Any) -> bool:
 
 
 def place() -> str:
-    """The function of the package nearest to an operation, or of Lightning where none is above it."""
+    """The function of the package or of Lightning nearest to an operation."""
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(str(PACKAGE)):
             return f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.name}"
-    for frame in reversed(traceback.extract_stack()):
-        if "lightning" in frame.filename:
+        if f"{sep}lightning{sep}" in frame.filename:
             return f"{Path(frame.filename).name}:{frame.name}"
     return "?"

@@ -39,7 +39,7 @@ def receive(out: Tensor, axis: Axis, peer: int) -> None:
     axis.call(Kind.RECEIVE, out, axis.ranks[peer]).run(dist.recv, out, axis.ranks[peer], group=axis.group)
 
 
-def greet_neighbours(axis: Axis, device: torch.device, is_ring: bool) -> None:
+def greet_neighbours(axis: Axis, device: torch.device, is_ring: bool, rotates: bool = False) -> None:
     """Send this rank's position to the next one on the axis, and check the one received.
 
     Some backends connect each pair of ranks at its first message. Even positions send first, so that nobody waits in a
@@ -49,13 +49,16 @@ def greet_neighbours(axis: Axis, device: torch.device, is_ring: bool) -> None:
         axis: the axis, of at least two ranks.
         device: device of the messages.
         is_ring: True if the last position sends to the first one.
+        rotates: True if messages on this axis are those of :func:`start_rotation`.
 
     Raises:
         RuntimeError: if a message is wrong.
     """
     own, found = (torch.full((1,), float(axis.rank), device=device) for _ in range(2))
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    for sends in (True, False) if axis.rank % 2 == 0 else (False, True):
+    if rotates:
+        found = start_rotation(own, axis).wait()
+    for sends in () if rotates else (axis.rank % 2 == 0, axis.rank % 2 == 1):
         if sends and (is_ring or after):
             send(own, axis, after)
         elif not sends and (is_ring or axis.rank):
@@ -89,11 +92,22 @@ def start_rotation(x: Tensor, axis: Axis) -> Rotation:
     """Begin to send ``x`` to the next position on the axis, from the last to the first.
 
     Even positions send first and odd positions receive first, so that there is no deadlock even if a send blocks until
-    its receive is posted. ``x`` must not change before ``wait``.
+    its receive is posted. Two ranks exchange in one call: NCCL has one stream for single messages of a pair, where a
+    send and a receive follow each other. ``x`` must not change before ``wait``.
     """
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    if after == before:
+        return _start_exchange(x.contiguous(), axis, after)
     if axis.rank % 2 == 0:
         sent = start_send(x, axis, after)
         return Rotation(sent, start_receive(tuple(x.shape), x.dtype, x.device, axis, before))
     received = start_receive(tuple(x.shape), x.dtype, x.device, axis, before)
     return Rotation(start_send(x, axis, after), received)
+
+
+def _start_exchange(x: Tensor, axis: Axis, peer: int) -> Rotation:
+    out, other = torch.empty_like(x), axis.ranks[peer]
+    sent, received = axis.call(Kind.SEND, x, other), axis.call(Kind.RECEIVE, out, other)
+    messages = [dist.P2POp(operation, y, other, axis.group) for operation, y in ((dist.isend, x), (dist.irecv, out))]
+    works = sent.issue(received.issue, dist.batch_isend_irecv, messages)  # one for both where the backend joins them
+    return Rotation(Pending(x, works[0], sent), Pending(out, works[-1], received))

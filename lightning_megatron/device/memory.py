@@ -180,22 +180,22 @@ def copy_alone(source: torch.Tensor, memory: torch.Tensor) -> None:
         memory.view(numbers).numpy()[...] = source.detach().view(numbers).numpy()
 
 
-def begin_read(numbers: torch.Tensor) -> Callable[[], list[int]]:
-    """Start a copy of integers to the host. The returned function waits for them, but not for work submitted later.
+def begin_read(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+    """Start a copy of numbers to the host. The returned function waits for them, but not for work submitted later.
 
     Args:
-        numbers: int32; a Gaudi stores int64 as int32, so copying int64 would block the host.
+        numbers: ``[n]``, int32 or floats; a Gaudi stores int64 as int32, so copying int64 would block the host.
     """
     if numbers.device.type == CPU.type:
-        found = numbers.tolist()
+        found: list[Any] = numbers.tolist()
         return lambda: found
     memory = host_memory(numbers)
     memory.copy_(numbers, non_blocking=True)
     event = torch.get_device_module(numbers.device).Event()
     event.record()
 
-    def read() -> list[int]:
+    def read() -> list[Any]:
         event.synchronize()
-        return [int(number) for number in memory]
+        return list(memory.tolist())
 
     return read

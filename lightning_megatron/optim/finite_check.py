@@ -125,11 +125,10 @@ class FiniteCheck:
         self.forget()
         if self._at_once and not results and self._mesh.world.size == 1:
             return
-        fine = torch.stack([result.is_finite for result in results]) if results else torch.ones(1, device=self._device)
-        anybody = all_reduce_max((1 - fine.min()).float(), self._mesh.world).to(torch.int32)
-        numbers = torch.stack(
-            [anybody, *(n.to(torch.int32) for result in results for n in (result.is_finite, result.row))]
-        )
+        found = [torch.stack(each).to(torch.int32) for each in zip(*(result[1:3] for result in results), strict=True)]
+        bad = 1 - found[0].min() if found else torch.zeros((), device=self._device)
+        anybody = all_reduce_max(bad.float(), self._mesh.world).to(torch.int32)
+        numbers = torch.cat([anybody.view(1), *found])
         self.finish()
         self._pending = step, results, devices.begin_read(numbers)
         if self._at_once:
@@ -160,7 +159,7 @@ class FiniteCheck:
             return
         # On an accelerator the results include the trained parameters, which the step may have changed since.
         apart = {n: p for n, p in self._params.items() if self._at_once or not p.requires_grad}
-        own = self._findings(results, numbers[::2], numbers[1::2]) + self._bad_params(apart)
+        own = self._findings(results, numbers[: len(results)], numbers[len(results) :]) + self._bad_params(apart)
         if all(finding.cause == _NORM for finding in own):
             own += self._bad_grads()
         self._raise_if_any(f"step {step}", own)

@@ -309,6 +309,6 @@ def _assumed_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
         return False
     if func is _aten.eq.Tensor and args[0] is args[1]:
         return True
-    if func in (_aten.ne.Scalar, _aten.eq.Scalar) and isinstance(args[1], float) and math.isinf(args[1]):
-        return func is _aten.ne.Scalar
+    if func in (_aten.ne.Scalar, _aten.eq.Scalar, _aten.lt.Scalar) and args[1] == math.inf:
+        return func is not _aten.eq.Scalar
     return False if func is _aten.ne.Tensor and args[0] is args[1] else None

@@ -15,6 +15,7 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.p2p import greet_neighbours
 from lightning_megatron.device import collectives, memory
 from lightning_megatron.mesh import Axis
+from lightning_megatron.recorder.call import Call
 from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
 from tests.tiny import tiny_llama
 
@@ -24,6 +25,28 @@ pytestmark = pytest.mark.skipif(kind_in_tests() is not devices.CPU, reason="repl
 def axis_of_all() -> Axis:
     size = dist.get_world_size()
     return Axis("pp", size, dist.get_rank(), tuple(range(size)), dist.group.WORLD)
+
+
+def greet_by_rotation() -> list[str]:
+    """Messages of neighbours on an axis that rotates, as the recorder names them."""
+    told: list[str] = []
+    issue = Call.issue
+
+    def named(call: Call, *args: Any, **kwargs: Any) -> Any:
+        told.append(str(call))
+        return issue(call, *args, **kwargs)
+
+    with mock.patch.object(Call, "issue", named):
+        greet_neighbours(axis_of_all(), torch.device("cpu"), True, rotates=True)
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_rotate_greet_each_other_by_the_messages_of_a_rotation(ranks: Any, size: int) -> None:
+    """Two of them use the group's communicator, which single messages of a pair would leave unconnected."""
+    for rank, told in enumerate(ranks(size, greet_by_rotation)):
+        after, before = (rank + 1) % size, (rank - 1) % size
+        assert sorted(told) == [f"receive over pp with rank {before}", f"send over pp with rank {after}"]
 
 
 def greet(is_ring: bool) -> list[tuple[str, int]]:

@@ -135,7 +135,8 @@ class BertModule(TransformerModule):
 
     def _logged_loss(self, kind: str, batch: Mapping[str, Tensor]) -> Tensor:
         losses = self.losses(batch)
-        self.log(f"{kind}_loss", losses.total, prog_bar=True, sync_dist=True)
+        is_late = kind == "train" and self.megatron_strategy is not None
+        self.log(f"{kind}_loss", losses.total, prog_bar=not is_late, sync_dist=True)
         if losses.next_sentence is not None:
             self.log(f"{kind}_token_loss", losses.tokens, sync_dist=True)
             self.log(f"{kind}_next_sentence_loss", losses.next_sentence, sync_dist=True)

@@ -146,7 +146,7 @@ class GPTModule(TransformerModule):
             further: losses of multi-token prediction, as ``mtp_1_loss`` and so on.
         """
         if self.loss_reduction == "token":
-            self.log("train_loss", loss, prog_bar=True)
+            self.log("train_loss", loss, prog_bar=self.megatron_strategy is None)
             for places, mean in enumerate(further, 1):
                 self.log(f"mtp_{places}_loss", mean)
 

@@ -59,6 +59,8 @@ class TransformerModule(AdaptedModule):
         hf_settings: settings besides the model in the Hugging Face directory of the weights (special tokens,
             generation); checkpoints keep them, and exports write them again.
         counts_tokens: True if the family can take the mean of the losses over tokens.
+        shown_late: the metric that the Megatron strategy shows in the progress bar. On an accelerator it is that of the
+            step before: no step waits for it, as it would with Lightning's ``prog_bar=True``.
         extra_batch_keys: further keys of batches, which a subclass's own steps use. Other keys with a value per token
             are refused, since they would be ignored silently.
         reads_parameters: False, since the hooks of this class read neither parameters nor gradients of a step.
@@ -98,6 +100,7 @@ class TransformerModule(AdaptedModule):
     default_config: str
     config_class: type[TransformerConfig] = TransformerConfig
     counts_tokens = reads_parameters = False
+    shown_late = "train_loss"
     extra_batch_keys: Collection[str] = ()
     logged: Collection[str] = ("lr", "grad_norm")
     _outline: Outline | None = None
@@ -372,7 +375,7 @@ class TransformerModule(AdaptedModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Any:
         """Loss of one micro-batch."""
         loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, sync_dist=True)
+        self.log("train_loss", loss, prog_bar=self.megatron_strategy is None, sync_dist=True)
         return loss
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -390,7 +393,8 @@ class TransformerModule(AdaptedModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the learning rate of this step."""
         if "lr" in self.logged:
-            self.log("lr", float(optimizer.param_groups[0]["lr"]))
+            # Lightning copies a number to the device, which the host waits for.
+            self.log("lr", torch.tensor(float(optimizer.param_groups[0]["lr"]), dtype=torch.float32))
 
     def configure_gradient_clipping(
         self,

@@ -54,7 +54,7 @@ class StepEngine:
         self._is_pipeline, self._shares_outputs = boundary is not None, False
         self._boundary = boundary or StageBoundary(1)  # without a pipeline, only its loss scale is used
         self._boundary.begin = mesh.rng.begin_stage  # every stage has drawn alike before the model's call
-        self._logs = LogSync(mesh.pp, device)
+        self._logs = LogSync(mesh, device)
         self._metrics = MetricSync(mesh, device)
         self._runtime = PipelineRuntime(mesh.pp, self._boundary.num_stages, device, dtype, mesh.weight_grads)
         mesh.weight_grads.enabled = self._is_pipeline and schedule_kind(schedule, 1).splits_backward

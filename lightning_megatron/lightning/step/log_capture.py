@@ -18,12 +18,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_megatron.comm.collectives import broadcast_in_place
+from lightning_megatron.comm.collectives import Pending, broadcast_in_place
 from lightning_megatron.comm.objects import broadcast_pickled
+from lightning_megatron.comm.p2p import receive, start_send
+from lightning_megatron.device import CPU, copy_to_device
 from lightning_megatron.lightning.compat._private import set_shown_value
 from lightning_megatron.lightning.step.metric_sync import last_value, step_reduction
-from lightning_megatron.mesh import Axis
-from lightning_megatron.recorder.file_format import Kind
+from lightning_megatron.mesh import ParallelMesh
 
 
 @dataclass
@@ -40,8 +41,7 @@ class _Entry:
         """Value of the whole batch; ``None`` if a torchmetrics object has no value for the step."""
         if any(value is None for value in self.values):
             return None
-        values = [v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in self.values]
-        stacked = torch.stack([v.to(device, torch.float32).reshape(()) for v in values])
+        stacked = torch.stack([_scalar(value, device) for value in self.values])
         if self.metric is not None:
             name = step_reduction(self.metric)
         else:
@@ -54,7 +54,8 @@ class _Entry:
         if name in ("min", "amin"):
             return stacked.min()
         are_given = len(self.batch_sizes) == len(self.values) and sum(self.batch_sizes) > 0
-        weights = stacked.new_tensor(self.batch_sizes if are_given else self.weights)
+        shares = torch.tensor(self.batch_sizes if are_given else self.weights, dtype=torch.float32)
+        weights = copy_to_device(shares, device)
         return (stacked * weights).sum() / weights.sum()
 
 
@@ -160,11 +161,6 @@ class _Header:
     lines: list[_Line]
     num_totals: int
 
-    @property
-    def num_numbers(self) -> int:
-        """Number of all totals and values."""
-        return self.num_totals + len(self.lines)
-
 
 _UNTOLD = _Header([], 1)
 """Header that every stage assumes until it receives another one: a loss, and no logs."""
@@ -173,16 +169,14 @@ _UNTOLD = _Header([], 1)
 class LogSync:
     """Sends what the last stage collected to the other stages of a pipeline.
 
-    One tensor of fixed length is broadcast: a flag, then the totals and values. The flag is 1 if the header has changed
-    since the last step of this name, or if there are too many numbers: then an object follows, with the header and the
-    numbers that did not fit.
+    The last stage's host tells the others whether the header has changed since the last step of this name; then the
+    header follows. The totals and values are one tensor, which is broadcast between devices: no host waits for it.
     """
 
-    _CAPACITY = 63
-
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        self._axis, self._device = axis, device
+    def __init__(self, mesh: ParallelMesh, device: torch.device) -> None:
+        self._mesh, self._axis, self._device = mesh, mesh.pp, device
         self._headers: dict[str, _Header] = {}
+        self._told: list[Pending] = []
 
     def finish(self, step: str, capture: LogCapture, totals: Sequence[Tensor]) -> Sequence[Tensor]:
         """Log, on every stage, what the last one collected, and give every stage its totals.
@@ -195,32 +189,34 @@ class LogSync:
         if self._axis.size == 1:
             capture.replay(capture.lines(), capture.values(self._device))
             return totals
-        is_source = self._axis.rank == self._axis.size - 1
-        own: _Header | None = None
-        numbers: list[Any] = []
-        if is_source:
-            own = _Header(capture.lines(), len(totals))
-            numbers = [0.0 if value is None else value for value in [*totals, *capture.values(self._device)]]
-        packed = self._pack(numbers, changed=own != self._headers.get(step, _UNTOLD)) if is_source else self._empty()
-        broadcast_in_place(packed, self._axis, -1)
-        excess: list[float] = []
-        with self._axis.during(Kind.DEVICE):
-            has_changed = bool(packed[0])
-        if has_changed:
-            sent = own, [float(number) for number in numbers[self._CAPACITY :]]  # only the last stage's is used
-            self._headers[step], excess = broadcast_pickled(sent, self._axis, self._axis.ranks[-1], self._device)
-        header = self._headers.get(step, _UNTOLD)
-        received = [*packed[1 : 1 + min(header.num_numbers, self._CAPACITY)].clone(), *excess]
+        is_last, header = self._axis.rank == self._axis.size - 1, self._headers.get(step, _UNTOLD)
+        own = _Header(capture.lines(), len(totals)) if is_last else None
+        if self._has_changed(is_last and own != header):
+            header = self._headers[step] = broadcast_pickled(own, self._axis, self._axis.ranks[-1], self._device)
+        numbers = torch.zeros(header.num_totals + len(header.lines), device=self._device)
+        if is_last and len(numbers):
+            known = [*totals, *capture.values(self._device)]
+            numbers = torch.stack([_scalar(0.0 if value is None else value, self._device) for value in known])
+        received = broadcast_in_place(numbers, self._axis, -1).unbind() if len(numbers) else ()
         capture.replay(header.lines, received[header.num_totals :])
         return received[: header.num_totals]
 
-    def _empty(self) -> Tensor:
-        return torch.zeros(1 + self._CAPACITY, device=self._device)
+    def _has_changed(self, changed: bool) -> bool:
+        """The last stage's ``changed``, on all stages."""
+        if self._mesh.rehearsed is not None:
+            return changed
+        *others, last = self._axis.ranks
+        flag = torch.tensor([changed], dtype=torch.uint8)
+        if self._mesh.rank != last:
+            receive(flag, self._mesh.host, last)
+            return bool(flag)
+        for told in self._told:
+            told.wait()  # in the step before; a send may wait for its receiver
+        self._told = [start_send(flag, self._mesh.host, rank) for rank in others]
+        return changed
 
-    def _pack(self, numbers: Sequence[Any], *, changed: bool) -> Tensor:
-        """The flag, and as many numbers as fit."""
-        follows = changed or len(numbers) > self._CAPACITY
-        row = [float(follows), *numbers[: self._CAPACITY]]
-        packed = self._empty()
-        packed[: len(row)] = torch.stack([torch.as_tensor(v).to(self._device, torch.float32) for v in row])
-        return packed
+
+def _scalar(value: Any, device: torch.device) -> Tensor:
+    """A number or a tensor of one, in fp32 on a device; the host does not wait for the device."""
+    x = value.reshape(()) if isinstance(value, Tensor) else torch.tensor(float(value))
+    return (copy_to_device(x, device) if x.device.type == CPU.type else x).to(device, torch.float32)

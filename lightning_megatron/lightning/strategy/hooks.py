@@ -22,6 +22,7 @@ from lightning_megatron.data.loading.plain_loader import resumable
 from lightning_megatron.lightning.compat._private import agree_to_validate, injects_samplers
 from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration_on
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
+from lightning_megatron.lightning.monitoring.late_bar import LateBar
 from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.monitoring.model_summary import introduce
 from lightning_megatron.lightning.monitoring.terminal import Terminal
@@ -124,7 +125,7 @@ class StrategyHooks(ParallelStrategy):
         self._known_warnings.open(one_replica=self.mesh.layout.data_parallel_size == 1)
         self._batches = watch = BatchWatch(self.mesh)
         self._ranks.trials.begin(trainer, self.mesh)
-        self._own_callbacks.add(*self._record.begin(trainer), HookGradients(self._params))
+        self._own_callbacks.add(*self._record.begin(trainer), HookGradients(self._params), LateBar(self.mesh.world))
         self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
         plugin, how = self.precision_plugin, (self.boundary, self._job.pipeline_schedule, self.micro_batch_size)
         self._engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)

@@ -226,7 +226,7 @@ class JobRanks:
         for axis, is_ring in rings.items():
             if axis.size > 1:
                 with mesh.connecting(f"{axis.name} messages"):
-                    greet_neighbours(axis, self.strategy.root_device, is_ring)
+                    greet_neighbours(axis, self.strategy.root_device, is_ring, rotates=axis is mesh.cp)
         for name, seconds in mesh.connect_seconds.items():
             axis = getattr(mesh, name.partition(" ")[0])
             what = "messages" if "messages" in name else "collective"

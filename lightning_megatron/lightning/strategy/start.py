@@ -22,6 +22,7 @@ from lightning_megatron.lightning.comparison.facts import (
 from lightning_megatron.lightning.comparison.places import PlaceProbe, places_of
 from lightning_megatron.lightning.environments.agreement import rank_problems
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
+from lightning_megatron.lightning.monitoring.late_bar import LateBar
 from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
@@ -42,7 +43,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 ORDER: tuple[type[Callback], ...] = (
-    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients),
+    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients, LateBar),
     *(Callback, KillSwitch, Checkpoint, HookMarks),
 )
 """Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives as comm
-from lightning_megatron.comm.p2p import start_receive, start_send
+from lightning_megatron.comm.p2p import start_receive, start_rotation, start_send
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.layers import ColumnParallelLinear
 from lightning_megatron.mesh import Axis, ParallelMesh
@@ -104,6 +106,36 @@ def check_plain() -> None:
 
 def test_plain_collectives_change_no_input_and_refuse_what_does_not_split(ranks):
     ranks(R, check_plain)
+
+
+def rotated(transposed: bool) -> tuple[list[list[tuple[str, int]]], list[int]]:
+    """Messages that this rank issues together while its number goes round, and the numbers that arrive."""
+    layout, together, real = ParallelLayout(cp=dist.get_world_size()), [], dist.batch_isend_irecv
+    cp = ParallelMesh.create(layout, torch.device("cpu")).cp
+
+    def batch(messages: list[dist.P2POp]) -> list[dist.Work]:
+        together.append([(message.op.__name__, message.peer) for message in messages])
+        return real(messages)
+
+    x, seen = torch.full((3, 2), cp.rank), []
+    with patch.object(dist, "batch_isend_irecv", batch):
+        for _ in range(cp.size):
+            x = start_rotation(x.t() if transposed else x, cp).wait()
+            seen += x.unique().tolist()
+    return together, seen
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_two_ranks_send_and_receive_in_one_call(ranks, transposed):
+    """NCCL joins the messages of one call; single ones of a pair would follow each other in its one stream."""
+    for rank, (together, seen) in enumerate(ranks(2, rotated, transposed)):
+        assert together == [[("isend", 1 - rank), ("irecv", 1 - rank)]] * 2
+        assert seen == [1 - rank, rank]
+
+
+def test_more_ranks_have_a_communicator_for_each_pair(ranks):
+    for rank, found in enumerate(ranks(3, rotated, False)):
+        assert found == ([], [(rank - step) % 3 for step in (1, 2, 3)])
 
 
 def check_in_place() -> None:

@@ -1,7 +1,8 @@
-"""No operation of a micro-batch makes the host wait for the device, so that a step could be a CUDA graph.
+"""No operation of a step makes the host wait for the device, so that its queue never runs empty.
 
 Shown without a device: on the CPU by the operators that are called, and on ``meta`` tensors, which have no values that
-the host could read, with the implementations that would be chosen on CUDA.
+the host could read, with the implementations that would be chosen on CUDA. On a simulated Gaudi, copies from the host
+that block count too, and reads of the host's own tensors do not.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.device import CPU
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.registry import Ops
@@ -30,10 +32,29 @@ MIXTRAL = LLAMA | {"config": "mixtral-tiny", "num_experts": 4}
 OF_THE_HOST = {
     "_local_scalar_dense in lightning/modules/text_batch.py:<genexpr>",  # ids, before they go to the device
     "_local_scalar_dense in lightning/streams/batch_watch.py:step",  # votes of ranks, a tensor of the host
+    "equal in lightning/streams/batch_watch.py:compare",  # hashes of batches
+    "_local_scalar_dense in lightning/stopping/agreement.py:answer",  # votes on signals
+    "_local_scalar_dense in lightning/step/stage_work.py:__init__",  # a seed
+    "_local_scalar_dense in lightning/step/log_capture.py:_has_changed",  # a message of another host
 }
 """Reads of tensors that are on the host on every device."""
-if kind_in_tests().type == "cpu":
-    OF_THE_HOST.add("_local_scalar_dense in optim/finite_check.py:_check")  # where there is no device to wait for
+DOCUMENTS = "documents.py"
+"""File whose functions read bounds of documents, which stay on the host."""
+OF_LIGHTNING = {
+    f"{name} in training_epoch_loop.py:_broadcast_sigterm_tensor" for name in ("tensor", "_local_scalar_dense")
+}
+"""A flag of rank 0 that Lightning reads at the start of each batch, from 2.6 on, where there are several ranks."""
+BLOCKS_NOT = {"_to_copy in device/memory.py:copy_to_device"}
+"""Copies that block on a Gaudi alone."""
+if kind_in_tests() is CPU:  # where there is no device to wait for
+    BLOCKS_NOT |= {"_local_scalar_dense in optim/finite_check.py:_check", "tolist in device/memory.py:begin_read"}
+
+
+def waits_in(found: dict[str, int]) -> dict[str, int]:
+    """What a device would be waited for."""
+    known = OF_THE_HOST | OF_LIGHTNING | BLOCKS_NOT
+    mine = (name for name in found if name not in known and "hpex" not in name)  # the simulation itself
+    return {name: found[name] for name in mine if DOCUMENTS not in name}
 
 
 class Watched(GPTModule):
@@ -61,7 +82,7 @@ def waits_of(model: dict[str, Any], strategy: dict[str, Any], precision: str = "
     rows = [{"tokens": t[:-1], "labels": t[1:]} for t in tokens]
     trainer = quiet_trainer(MegatronStrategy(micro_batch_size=2, **strategy), max_epochs=1, precision=precision)
     trainer.fit(Watched(lr=1e-3, **SIZES | model), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
-    return {name: count for name, count in Watched.waits.found.items() if name not in OF_THE_HOST}
+    return waits_in(Watched.waits.found)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +105,54 @@ def test_ranks_do_not_wait_within_a_micro_batch_either(
     ranks: Callable[..., list[Any]], strategy: dict[str, Any]
 ) -> None:
     assert ranks(2, waits_of, LLAMA, strategy) == [{}, {}]
+
+
+FIRST = 4
+"""First step of those that are watched: no batch is compared any more, and no copies of parameters."""
+
+
+class WatchedSteps(GPTModule):
+    """Watches two whole steps, from the start of one batch to that of the next but one."""
+
+    waits = HostWaits()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self.waits.__enter__()
+        if batch_idx == FIRST + 2:
+            self.waits.__exit__()
+
+
+def waits_of_steps(model: dict[str, Any], strategy: dict[str, Any], documents: bool = False) -> dict[str, int]:
+    """Operations for which the host waits in two steps that are not logged, with a progress bar."""
+    seed_everything(11, verbose=False)
+    WatchedSteps.waits = HostWaits()
+    rows = []
+    for tokens in torch.randint(61, (64, 17), generator=torch.Generator().manual_seed(3)):
+        rows.append({"tokens": tokens[:-1], "labels": tokens[1:]})
+        if documents:
+            rows[-1]["segment_ids"] = torch.arange(16) // 5 + 1
+    own = MegatronStrategy(micro_batch_size=2, **strategy)
+    options: dict[str, Any] = {"enable_progress_bar": True, "precision": "bf16-mixed", "log_every_n_steps": 50}
+    trainer = quiet_trainer(own, max_steps=FIRST + 3, **options)
+    trainer.fit(WatchedSteps(lr=1e-3, **SIZES | model), DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+    assert trainer.progress_bar_metrics["train_loss"] == pytest.approx(float(trainer.callback_metrics["train_loss"]))
+    return waits_in(WatchedSteps.waits.found)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [False, pytest.param(True, marks=pytest.mark.skipif(kind_in_tests() is not CPU, reason="refused on Gaudi"))],
+)
+def test_the_host_waits_for_nothing_in_a_step(documents: bool) -> None:
+    """The loss in the progress bar is read a step later, the rate is a number of the host, and so on."""
+    assert waits_of_steps(LLAMA, {}, documents) == {}
+
+
+@pytest.mark.parametrize("strategy", [{"pp": 2}, {"tp": 2}, {}], ids=["pp", "tp", "dp"])
+def test_ranks_wait_for_nothing_in_a_step_either(ranks: Callable[..., list[Any]], strategy: dict[str, Any]) -> None:
+    """Stages know without the device what the last one logs."""
+    assert ranks(2, waits_of_steps, LLAMA, strategy) == [{}, {}]
 
 
 def test_experts_wait_once_a_layer_and_micro_batch_where_they_count_the_tokens_of_each() -> None:

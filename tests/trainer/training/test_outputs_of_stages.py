@@ -86,3 +86,36 @@ def test_a_batch_that_does_not_say_it_is_refused_by_name(batch: tuple[Any, ...] 
         DataError, match=rf"a {type(batch).__name__} with .*'tokens' \[B, S\], or override hidden_shape"
     ):
         tokens_of(batch)
+
+
+class LogsMore(Pairs):
+    """Logs other names in some steps, once more than fit into a message."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        for number in range((1, 70, 0, 1)[batch_idx]):
+            self.log(f"x{number}", output["loss"].detach() + number)
+        return output
+
+
+def logged(strategy: dict[str, Any]) -> list[dict[str, float]]:
+    torch.manual_seed(5)
+    found: list[dict[str, float]] = []
+
+    class Keeps(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            found.append({name: float(value) for name, value in trainer.logged_metrics.items()})
+
+    pairs = [(row[:-1], row[1:]) for row in TOKENS]
+    trainer = quiet_trainer(MegatronStrategy(**strategy), max_epochs=1, callbacks=[Keeps()])
+    trainer.fit(LogsMore(), DataLoader(pairs, batch_size=2))  # type: ignore[arg-type]
+    return found
+
+
+def test_every_stage_logs_what_the_last_one_does_where_names_change_from_step_to_step(ranks: Ranks) -> None:
+    alone = logged({})
+    assert [len(metrics) for metrics in alone] == sorted(len(metrics) for metrics in alone)
+    for found in ranks(2, logged, {"pp": 2}):
+        assert [list(metrics) for metrics in found] == [list(metrics) for metrics in alone]
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)

@@ -6,35 +6,19 @@ LLaMA 3.1 8B, 32,768 tokens, and one of eight context-parallel ranks.
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from aten_operators import Kernels
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.context_parallel import ring
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.blockwise_attention import FLASH
 
 TOKENS, RANKS, HEADS, GROUPS, FEATURES = 32_768, 8, 32, 8, 128
-
-
-class Kernels(TorchDispatchMode):
-    """Counts operators that compute: without views, and without memory that nothing fills."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = func._schema.returns
-        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in given)
-        if not is_view and not any(word in str(func) for word in ("empty", "_unsafe_view", "promote_types")):
-            self.found[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def layer() -> tuple[Tensor, Tensor, Tensor]:
