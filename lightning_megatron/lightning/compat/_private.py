@@ -40,6 +40,7 @@ __all__ = [
     "checkpoint_folder",
     "compiler_counts",
     "default_store",
+    "drop_signal_broadcast",
     "has_hooks",
     "injects_samplers",
     "mark_updated",
@@ -113,6 +114,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("_check_config_and_set_final_flags", _CONNECTOR, (), "reads `strategy._accelerator`"),
     PrivateName("_val_check_time_interval", _TRAINING_LOOP, (_HERE,), "val_check_interval as a time, from 2.6 on"),
     PrivateName("_last_val_time", _TRAINING_LOOP, (_HERE,), "the clock of each rank for it, from 2.6 on"),
+    PrivateName("_broadcast_sigterm_tensor", _TRAINING_LOOP, (_HERE,), "a wait for the device, from 2.6 on"),
     PrivateName("_data_source", "lightning.pytorch.loops.fit_loop._FitLoop", (_HERE,), "loaders that fit was given"),
     PrivateName(
         "_trainer",
@@ -215,6 +217,17 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
 def injects_samplers(module: LightningModule | None) -> bool:
     """True if the Trainer of a module may replace samplers: its ``use_distributed_sampler``."""
     return module is not None and module.trainer._accelerator_connector.use_distributed_sampler
+
+
+def drop_signal_broadcast(trainer: Trainer) -> None:
+    """Keep Lightning from broadcasting rank 0's flag of a SIGTERM before each batch: every host waits for it."""
+    loop = trainer.fit_loop.epoch_loop
+    if hasattr(loop, "_broadcast_sigterm_tensor"):
+        loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+
+
+def _nothing() -> None:
+    pass
 
 
 def steps_between_saves(callback: ModelCheckpoint) -> int:

@@ -39,7 +39,7 @@ from lightning_megatron.lightning.strategy.start import OwnCallbacks, RankStart
 from lightning_megatron.lightning.strategy.trained_parameters import HookGradients, TrainedParameters
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
-from lightning_megatron.lightning.streams.dataloaders import share_randomness, shuffle_by_epoch, start_workers_safely
+from lightning_megatron.lightning.streams.dataloaders import prepared
 from lightning_megatron.lightning.validation.idle import warn_of_idle
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.lightning.validation.slow import warn_of_slow
@@ -133,10 +133,8 @@ class StrategyHooks(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples the same order, and shield workers from signals."""
         self._start.compare_loader(dataloader)
-        start_workers_safely(dataloader, self.root_device)
-        if self._ranks.layout.data_parallel_size == 1 and injects_samplers(self.lightning_module):
-            shuffle_by_epoch(dataloader)
-        dataloader = share_randomness(dataloader, self._ranks.dp_rank)
+        orders = self._ranks.layout.data_parallel_size == 1 and injects_samplers(self.lightning_module)
+        dataloader = prepared(dataloader, self.root_device, self._ranks.dp_rank, orders=orders)
         self._own_callbacks.protect_workers(dataloader)
         if self._ranks.module.trainer.training:  # the user has made the loaders; their iterators come next
             self.checkpoints.randomness.go_on()

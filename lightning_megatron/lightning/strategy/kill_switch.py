@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_megatron.arguments import Check, at_least, checked
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
+from lightning_megatron.lightning.compat._private import drop_signal_broadcast
 from lightning_megatron.lightning.stopping.agreement import Agreement
 from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
 from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
@@ -142,6 +143,7 @@ class KillSwitch(Callback):
         self._seen_step = trainer.global_step
         if (own := _checkpoints(trainer)) is not None:
             mesh = own.ranks.mesh
+            drop_signal_broadcast(trainer)  # this callback agrees on signals, on the hosts
             self._agreement = Agreement(mesh.host if mesh.is_distributed else None, torch.device("cpu"))
         else:
             self._agreement = Agreement(Axis("world") if dist.is_initialized() else None, trainer.strategy.root_device)

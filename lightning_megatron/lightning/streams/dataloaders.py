@@ -16,6 +16,21 @@ from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.machine.host import shared_memory, shorten_socket_paths
 
 
+def prepared(loader: Any, device: torch.device, dp_rank: int, *, orders: bool) -> Any:
+    """A loader with safe workers, and with random numbers that peers share.
+
+    Args:
+        loader: what the user has made, or Lightning from it.
+        device: device of this rank.
+        dp_rank: number of its replica.
+        orders: True to choose the order of a shuffled loader; see :func:`shuffle_by_epoch`.
+    """
+    start_workers_safely(loader, device)
+    if orders:
+        shuffle_by_epoch(loader)
+    return share_randomness(loader, dp_rank)
+
+
 def share_randomness(loader: Any, dp_rank: int) -> Any:
     """Make workers of a loader draw the same random numbers on tp, pp and cp peers, and others on other dp ranks.
 

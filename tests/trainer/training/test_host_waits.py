@@ -40,10 +40,6 @@ OF_THE_HOST = {
 """Reads of tensors that are on the host on every device."""
 DOCUMENTS = "documents.py"
 """File whose functions read bounds of documents, which stay on the host."""
-OF_LIGHTNING = {
-    f"{name} in training_epoch_loop.py:_broadcast_sigterm_tensor" for name in ("tensor", "_local_scalar_dense")
-}
-"""A flag of rank 0 that Lightning reads at the start of each batch, from 2.6 on, where there are several ranks."""
 BLOCKS_NOT = {"_to_copy in device/memory.py:copy_to_device"}
 """Copies that block on a Gaudi alone."""
 if kind_in_tests() is CPU:  # where there is no device to wait for
@@ -52,7 +48,7 @@ if kind_in_tests() is CPU:  # where there is no device to wait for
 
 def waits_in(found: dict[str, int]) -> dict[str, int]:
     """What a device would be waited for."""
-    known = OF_THE_HOST | OF_LIGHTNING | BLOCKS_NOT
+    known = OF_THE_HOST | BLOCKS_NOT
     mine = (name for name in found if name not in known and "hpex" not in name)  # the simulation itself
     return {name: found[name] for name in mine if DOCUMENTS not in name}
 
