@@ -24,8 +24,8 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_megatron.arguments import Check, at_least, checked
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.compat._private import drop_signal_broadcast
+from lightning_megatron.lightning.run_state.random_state import random_state, restore_random_state
 from lightning_megatron.lightning.stopping.agreement import Agreement
 from lightning_megatron.lightning.stopping.requeue import lead_requeued_job, requeue, requeue_signal
 from lightning_megatron.lightning.stopping.signals import StopSignals, signal_problems
