@@ -355,7 +355,7 @@ def _steady(ran: Mapping[str, Ran], setup: Setup, findings: Findings) -> None:
 
 SAVES = " --trainer.enable_checkpointing true --trainer.strategy.async_save true --trainer.callbacks+=ModelCheckpoint"
 SAVES += " --trainer.callbacks.dirpath {here}/saved --trainer.callbacks.every_n_train_steps 4"
-SAVES += " --trainer.callbacks.save_last link"
+SAVES += " --trainer.callbacks.save_last link --model.decay_steps 8"
 
 
 def _saves(setup: Setup) -> Commands:
@@ -384,7 +384,7 @@ def _two_nodes(setup: Setup) -> Commands:
     program = (*start.split(), "-m", "lightning_megatron.cli.main")
     more = f"--trainer.num_nodes {setup.nodes}"
     return {
-        "name": Command(("sh", "-c", "getent hosts $(hostname); ip -4 route get " + setup.master)),
+        "name": Command(("sh", "-c", f"getent hosts $(hostname); ip -4 route get {setup.master} || true")),
         "one": fit(setup, 1),
         "all": fit(setup, setup.used, more=more, replicas=ranks, program=program),
     }
