@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -63,10 +64,14 @@ class Hour:
         setup: device, cards and nodes.
         folder: where logs and the report go.
         steps: steps in order.
+        common: where the jobs write. All ranks must be given the same settings, so it is the same path on all nodes.
     """
 
-    def __init__(self, setup: Setup, folder: Path, steps: Sequence[Step]) -> None:
+    def __init__(self, setup: Setup, folder: Path, steps: Sequence[Step], common: Path | None = None) -> None:
         self.setup, self.folder = setup, folder.resolve()
+        self.common = common.resolve() if common else self.folder
+        # A folder of each node's own, but under one path: nodes that share a file system would write it together.
+        self._data = Path(tempfile.gettempdir()) / f"first-hour-{os.getuid()}" if common else self.folder / "data"
         self.results = [Result(step) for step in steps]
         self.facts = facts(setup)
 
@@ -107,10 +112,6 @@ class Hour:
         ran = (line for result in self.results if result.lines for line in _section(result))
         return "\n".join([*head, *table, *ran]) + "\n"
 
-    @property
-    def _data(self) -> Path:
-        return self.folder / "data"
-
     def _reason_to_skip(self, step: Step) -> str:
         if step.nodes > self.setup.nodes:
             return f"skipped: needs {step.nodes} nodes; run with --nodes on each of them"
@@ -145,7 +146,7 @@ class Hour:
             self._run(ours("demo-data", "--output", "{data}"), self._data, end)
 
     def _of(self, step: Step) -> Path:
-        return self.folder / step.name.replace(" ", "-")
+        return self.common / step.name.replace(" ", "-")
 
     def _words(self, command: Command, here: Path) -> list[str]:
         paths = {"here": here, "step": here.parent, "data": self._data, "bin": Path(sys.executable).parent}
@@ -157,8 +158,10 @@ class Hour:
         return " ".join([*variables, shlex.join(self._words(command, here))])
 
     def _run(self, command: Command, here: Path, end: float) -> Ran:
-        here.mkdir(parents=True, exist_ok=True)
-        log = here / "output.log"
+        logs = self.folder / here.relative_to(self.common) if here.is_relative_to(self.common) else self.folder
+        for folder in (here, logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        log = logs / "output.log"
         blown: float | None = None
         with log.open("wb") as file, _started(self._words(command, here), command, file.fileno()) as process:
             while process.poll() is None and time.monotonic() < end:
@@ -248,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--nodes {args.nodes}: needs --master, the address of machine 0")
     setup = Setup(args.device, cards, args.nodes, args.node_rank, args.master)
     chosen = [step for step in STEPS if (step.name in args.only if args.only else step.nodes > 1 or args.nodes == 1)]
-    hour = Hour(setup, args.out / time.strftime("%Y%m%d-%H%M%S"), chosen)
+    common = args.out / "nodes" if args.nodes > 1 else None
+    hour = Hour(setup, args.out / time.strftime(f"%Y%m%d-%H%M%S-{args.node_rank}"), chosen, common)
     try:
         return 0 if hour.run() else 1
     except KeyboardInterrupt:

@@ -94,9 +94,9 @@ class Ran:
     after_blow: float | None = None
 
     def series(self, name: str) -> list[float]:
-        """Values of a column of ``metrics.csv``, found by the end of its name."""
-        files = sorted(self.folder.glob("**/metrics.csv"))
-        rows = [row for path in files for row in csv.DictReader(path.open())]
+        """Values of a column of the newest ``metrics.csv``, found by the end of its name."""
+        files = sorted(self.folder.glob("**/metrics.csv"), key=lambda path: path.stat().st_mtime)
+        rows = [row for path in files[-1:] for row in csv.DictReader(path.open())]
         return [float(value) for row in rows for key, value in row.items() if key.endswith(name) and value]
 
 

@@ -53,7 +53,8 @@ numbers, C speed and memory. Minutes are limits.
 NODES = """
 ## Two machines
 
-Run this on each of them, with `--node-rank 1` on the second; `10.0.0.1` stands for the address of the first one.
+Run this on each of them, from the same path, with `--node-rank 1` on the second; `10.0.0.1` stands for the address of
+the first one.
 
 ```bash
 python benchmarks/first_hour.py --nodes 2 --node-rank 0 --master 10.0.0.1
@@ -67,7 +68,7 @@ other logs none; send both reports.
 
 | | how |
 |---|---|
-| steps for a CPU too | run on two CPU processes with gloo, except those for four ranks and for several machines |
+| steps for a CPU too | run on two CPU processes with gloo; that for several machines with two torchruns on one |
 | arguments of all commands, for eight cards and for two machines | read by the commands' own parsers, by {tests} |
 | {cuda} | never run: they need a card |
 | the report, time limits, Ctrl-C, what goes into the archive | by {tests} |
