@@ -68,7 +68,7 @@ other logs none; send both reports.
 
 | | how |
 |---|---|
-| steps for a CPU too | run on two CPU processes with gloo; that for four ranks on four, that for several machines by two torchruns on one machine |
+| steps for a CPU too | run on two CPU processes with gloo; four ranks: on four; machines: two torchruns |
 | arguments of all commands, for eight cards and for two machines | read by the commands' own parsers, by {tests} |
 | {cuda} | never run: they need a card |
 | the report, time limits, Ctrl-C, what goes into the archive | by {tests} |
