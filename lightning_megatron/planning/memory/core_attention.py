@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from lightning_megatron.planning.memory.shapes import Shapes
 
-SMALL_BLOCK = 4 << 20
-LARGE_BLOCK = 256 << 20
+SMALL_BLOCK, LARGE_BLOCK = 4 << 20, 256 << 20
 """Bytes of the scores of a block on a CPU, and the most on an accelerator (``ops/blockwise_attention.py``)."""
 
 
