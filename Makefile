@@ -20,7 +20,7 @@ export FAKE_PROCESSOR
 export PYTHONPATH := $(CURDIR)/tests/processors$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
-.PHONY: demo test test-all test-hpu test-cuda test-eval test-streaming test-habana lightning-suite bench docs dist lint types clean
+.PHONY: demo first-hour test test-all test-hpu test-cuda test-eval test-streaming test-habana lightning-suite bench docs dist lint types clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -62,6 +62,10 @@ test-hpu: $(READY)
 # The Trainer's tests again, on CUDA and NCCL: all ranks share the machine's first card.
 test-cuda: $(READY)
 	$(BIN)/python -m pytest -p lightning_megatron.testing.one_card --one-card -m "not exhaustive" tests/cuda/ $(ON_HPU) $(PYTEST)
+
+# The first hour on a machine with CUDA cards: a report to send back (docs/first-hour-cuda.md). STEPS="--only kill stop".
+first-hour: $(READY)
+	$(BIN)/python benchmarks/first_hour.py $(STEPS)
 
 # Tasks of lm-eval, an extra of half a gigabyte.
 test-eval: $(VENV)/eval

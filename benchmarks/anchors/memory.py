@@ -18,7 +18,7 @@ from anchors.timing import is_fsdp
 from lightning_megatron.pipeline.action import Action
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.planning.memory.shapes import ACCELERATOR, Kernels
+from lightning_megatron.planning.memory.shapes import Kernels
 from lightning_megatron.planning.memory.steps import shown_micro_batches
 from lightning_megatron.planning.time.optimizer import dense_parameters, expert_layers, expert_parameters
 from lightning_megatron.planning.time.sizes import Sizes
@@ -26,6 +26,8 @@ from lightning_megatron.stage import StageLayers
 
 GROUPED = Kernels(fuses_experts=True)
 """Megatron-LM's kernels: Transformer Engine's grouped layers add the experts' gradients to the buffer."""
+OURS = Kernels(flash_in_parts=True)
+"""Our kernels on the rows' cards: torch's flash kernel computes the parts of a ring."""
 WORKSPACE = 0.1e9
 """Bytes that are in use beside tensors of the model."""
 
@@ -90,7 +92,7 @@ def batches(anchor: Anchor) -> int:
 
 def our_peak(anchor: Anchor) -> float:
     """Peak bytes that our library would need for the row's job, and the workspace."""
-    return _peak(anchor, ACCELERATOR)
+    return _peak(anchor, OURS)
 
 
 def _peak(anchor: Anchor, kernels: Kernels) -> float:

@@ -258,9 +258,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--only", default="", help="cases whose name matches this expression")
     options = parser.parse_args()
-    chosen = [case for case in cases(options.ranks, options.rounds) if options.only in str(case)]
+    chosen = [case for case in cases(options.ranks, options.rounds) if re.search(options.only, str(case))]
     right = 0
     with tempfile.TemporaryDirectory() as scratch:
         for number, case in enumerate(chosen):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from lightning_megatron.planning.memory.shapes import Shapes
 
-SCORE_BLOCKS = 3 * (4 << 20)
-"""Bytes of one block's scores and their copies, where attention is computed block by block."""
+SMALL_BLOCK, LARGE_BLOCK = 4 << 20, 256 << 20
+"""Bytes of the scores of a block on a CPU, and the most on an accelerator (``ops/blockwise_attention.py``)."""
 
 
 class Core(NamedTuple):
@@ -64,19 +64,27 @@ def _wide(x: Shapes, size: int) -> int:
     return size * 4 // x.item
 
 
+def _score_blocks(x: Shapes) -> int:
+    """Bytes of a block's scores and their copies; where a flash kernel computes the parts, its workspace instead."""
+    rules = (x.config.score_rule(number) for number in x.config.attention_kinds(x.config.num_layers))
+    by_flash = x.kernels.flash_in_parts and x.item < 4 and not any(rule.softcap or rule.slopes for rule in rules)
+    large = SMALL_BLOCK if by_flash or not x.kernels.large_blocks else LARGE_BLOCK
+    return 3 * min(large, max(SMALL_BLOCK, 4 * x.scores))
+
+
 def _blocks(x: Shapes) -> Core:
     """Attention that no fused kernel supports is computed block by block, in fp32."""
     pair, both = x.keys + x.values, x.queries + x.outputs
-    forward = x.outputs + _wide(x, pair + both) + SCORE_BLOCKS
-    backward = x.queries + pair + _wide(x, 2 * pair + x.queries + both) + SCORE_BLOCKS
+    forward = x.outputs + _wide(x, pair + both) + _score_blocks(x)
+    backward = x.queries + pair + _wide(x, 2 * pair + x.queries + both) + _score_blocks(x)
     return Core(x.outputs + x.log_sums, False, forward, backward, x.outputs)
 
 
 def _ring(x: Shapes) -> Core:
     """Keys and values go around the ring while attention is computed block by block, in fp32."""
     pair, both = x.keys + x.values, x.queries + x.outputs
-    forward = 2 * pair + _wide(x, pair + both) + SCORE_BLOCKS
-    backward = pair + _wide(x, 4 * pair + both + x.keys) + SCORE_BLOCKS
+    forward = 2 * pair + _wide(x, pair + both) + _score_blocks(x)
+    backward = pair + _wide(x, 4 * pair + both + x.keys) + _score_blocks(x)
     return Core(x.outputs + x.log_sums, False, forward, backward, x.outputs)
 
 
@@ -84,8 +92,8 @@ def _gathered(x: Shapes) -> Core:
     """Keys and values of the whole sequence are gathered; a rank's two chunks of queries attend in turn."""
     pair = (x.keys + x.values) * x.layout.cp
     kept = pair + x.queries + x.outputs + x.log_sums
-    forward = pair + x.queries // 2 + _wide(x, pair + pair // 2 + x.queries) + SCORE_BLOCKS
-    backward = _wide(x, 2 * pair + pair // 2 + x.queries + x.queries // 2) + SCORE_BLOCKS
+    forward = pair + x.queries // 2 + _wide(x, pair + pair // 2 + x.queries) + _score_blocks(x)
+    backward = _wide(x, 2 * pair + pair // 2 + x.queries + x.queries // 2) + _score_blocks(x)
     return Core(kept, True, forward, backward, x.outputs)
 
 

@@ -31,6 +31,8 @@ class Kernels:
         copies_pieces: True if a reduce-scatter receives a piece from every rank before it adds them up.
         pads_values: True if a fused attention kernel takes only values of the keys' size, so that others are padded.
         blocks_of_logits: True if softmax processes a few rows of logits at a time, where the vocabulary is not sharded.
+        large_blocks: True if attention that is computed block by block has blocks of an accelerator's size.
+        flash_in_parts: True if a flash kernel computes a part of the keys, for a ring, or a window, in 16 bits.
     """
 
     fuses_norm: bool = True
@@ -40,13 +42,15 @@ class Kernels:
     copies_pieces: bool = False
     pads_values: bool = False
     blocks_of_logits: bool = False
+    large_blocks: bool = True
+    flash_in_parts: bool = False
 
 
 ACCELERATOR = Kernels()
 """Kernels of an accelerator without one that adds a product to a wider sum."""
-ADDING = Kernels(adds_gradients=True, adds_wider=True)
-"""Kernels of one that has such a kernel."""
-HOST = Kernels(fuses_norm=False, adds_gradients=True, copies_pieces=True, pads_values=True, blocks_of_logits=True)
+ADDING = Kernels(adds_gradients=True, adds_wider=True, flash_in_parts=True)
+"""Kernels of one that has such a kernel, and torch's flash kernel for parts of the keys."""
+HOST = Kernels(False, True, copies_pieces=True, pads_values=True, blocks_of_logits=True, large_blocks=False)
 """Kernels and collectives of a CPU: what a rehearsal on fake CPU tensors runs."""
 
 

@@ -21,7 +21,10 @@ ROWS = run_path(str(ROOT / "docs" / "rows.py"))["entries"]()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("name", ["acceptance", "api", "clusters", "evidence", "lightning_suite", "models", "rows"])
+MADE = ["acceptance", "api", "clusters", "evidence", "first_hour", "lightning_suite", "models", "rows"]
+
+
+@pytest.mark.parametrize("name", MADE)
 def test_pages_that_are_made_are_up_to_date(name: str) -> None:
     made = run_path(str(ROOT / "docs" / f"{name}.py"))
     assert made["PAGE"].read_text() == made["page"](), f"run `python docs/{name}.py`"
