@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from lightning_megatron.data.loading.resumable_loader import CountingDataLoader
 
-_STATE = ("epoch", "consumed_samples", "global_batch_size")
+_STATE = ("epoch", "consumed_samples", "global_batch_size", "epochs_ahead")
 
 
 class EpochPosition(Sampler[int]):
@@ -31,6 +31,7 @@ class EpochPosition(Sampler[int]):
         self._replicas = getattr(self.order, "num_replicas", 1)
         self._global_batch_size = batch_size * self._replicas
         self._epoch = self._start = self.consumed_samples = 0
+        self._ahead = 0  # Lightning's number of the epoch minus ours
         self._saved_batch_size: int | None = None
 
     def __len__(self) -> int:
@@ -48,14 +49,17 @@ class EpochPosition(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch. A position restored for this epoch is kept, one of another epoch is dropped."""
-        if epoch != self._epoch:
-            self._epoch, self.consumed_samples, self._start = epoch, 0, 0
+        if epoch - self._ahead != self._epoch:
+            self._epoch, self.consumed_samples, self._start = epoch - self._ahead, 0, 0
         if isinstance(self.order, DistributedSampler):
-            self.order.set_epoch(epoch)
+            self.order.set_epoch(self._epoch)
 
     def state_dict(self) -> dict[str, int]:
         """Position, equal on all ranks."""
-        return dict(zip(_STATE, (self._epoch, self.consumed_samples, self._global_batch_size), strict=True))
+        return self._state(self._epoch, self.consumed_samples)
+
+    def _state(self, epoch: int, consumed: int) -> dict[str, int]:
+        return dict(zip(_STATE, (epoch, consumed, self._global_batch_size, self._ahead), strict=True))
 
     @staticmethod
     def is_state(state: Any) -> bool:
@@ -65,10 +69,14 @@ class EpochPosition(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Set the position at which the next iterator begins."""
         self._epoch, self._start = state["epoch"], state["consumed_samples"]
-        self.consumed_samples, self._saved_batch_size = self._start, state["global_batch_size"]
+        self.consumed_samples, self._ahead = self._start, state["epochs_ahead"]
+        self._saved_batch_size = state["global_batch_size"]
 
     def agree_on_batches(self, epoch: int, batches: int, in_epoch: int) -> int:
         """Compare the restored position with a number of batches, which it follows if none was restored.
+
+        Lightning counts an epoch that ``max_steps`` cut off as done, and then reads as many batches as were left of it
+        in an epoch of the next number. Here these are the ones that were left.
 
         Args:
             epoch: epoch that is resumed.
@@ -79,9 +87,13 @@ class EpochPosition(Sampler[int]):
             The number of batches, converted if the run before had another global batch size.
         """
         size = self._global_batch_size
-        if self._saved_batch_size is None and batches < in_epoch:  # of stock Lightning, or of an earlier version
-            self.load_state_dict(dict(zip(_STATE, (epoch, batches * size, size), strict=True)))
-        same = epoch != self._epoch or self._saved_batch_size in (None, size)
+        if self._saved_batch_size is None:  # a checkpoint of stock Lightning, or of an earlier version
+            if batches < in_epoch:
+                self.load_state_dict(self._state(epoch, batches * size))
+            return batches
+        left = epoch - self._ahead == self._epoch + 1 and batches * self._saved_batch_size == self._start
+        self._ahead += left and batches < in_epoch
+        same = epoch - self._ahead != self._epoch or self._saved_batch_size == size
         return batches if same else self.consumed_samples // size
 
 

@@ -86,6 +86,23 @@ def test_a_resumed_run_reads_what_the_whole_run_reads(tmp_path: Path, name: str)
         assert data.dataset.read == [number for _, _, (numbers,) in rest for number in numbers]  # type: ignore[attr-defined]
 
 
+def test_an_epoch_that_max_steps_cut_off_is_read_to_its_end(tmp_path: Path) -> None:
+    """Lightning counts it as done: the rest has the next number, and the epochs behind it theirs plus one."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(12), 3, shuffle=True)
+
+    def samples(seen: list[tuple[int, int, Any]]) -> list[Any]:
+        return [numbers for _, _, numbers in seen]
+
+    options: dict[str, Any] = {"max_epochs": -1, "enable_checkpointing": False, "callbacks": []}
+    whole, path = fit(tmp_path, loader(), max_steps=14, **options).seen, None
+    for begin, end in ((0, 6), (6, 9), (9, 14)):
+        model = fit(tmp_path, loader(), path, max_steps=end, **options)
+        assert samples(model.seen) == samples(whole[begin:end])
+        model.trainer.save_checkpoint(path := tmp_path / f"{end}.ckpt")
+
+
 def test_workers_begin_where_the_checkpoint_was_saved(tmp_path: Path) -> None:
     def loader() -> DataLoader[Any]:
         return DataLoader(Rows(12), 3, shuffle=True, num_workers=1, persistent_workers=True)
