@@ -30,7 +30,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from first_hour_steps import ALLOWED, STEPS, Command, Findings, Ran, Setup, Step, ours
+from first_hour_parts import ALLOWED, Command, Findings, Ran, Setup, Step, ours
+from first_hour_steps import STEPS
 
 from lightning_megatron.recorder.diagnosis import diagnose
 from lightning_megatron.recorder.reading import RankView, read_run, runs_below

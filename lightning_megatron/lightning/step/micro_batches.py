@@ -65,6 +65,8 @@ def num_samples(batch: Any, batch_size: int | None, size: int) -> int | None:
         if batch_size is not None and batch_size > size:
             raise MisconfigurationException(f"the batch, a {type(batch).__name__}, {_ADVICE.format(size)}")
         return None
+    if max(lengths) <= size:  # one micro-batch, however the parts may be read
+        return max(lengths)
     known = batch_size if batch_size is not None and batch_size > 1 else None
     most = known or max(lengths)
     for candidates in ([most] if known else [], arrays, lists):

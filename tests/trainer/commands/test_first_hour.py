@@ -27,7 +27,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import first_hour
 from first_hour import Hour
-from first_hour_steps import STEPS, Command, Findings, Ran, Setup, Step
+from first_hour_parts import Command, Findings, Ran, Setup, Step
+from first_hour_steps import STEPS
 
 PARSERS: dict[str, Callable[[], ArgumentParser]] = {"doctor": doctor_parser, "ops": ops_parser, "verify": verify_parser}
 CPU = Setup("cpu", 2)

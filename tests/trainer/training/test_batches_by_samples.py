@@ -229,3 +229,11 @@ def test_and_is_silent_about_self_log_alone_and_without_a_pipeline(recwarn: pyte
     warn_of_last_stage(Counted(), 2)
     warn_of_last_stage(Collects(), 1)
     assert not recwarn.list
+
+
+def test_a_batch_that_is_one_micro_batch_need_not_be_cut() -> None:
+    """Two samples whose parts are by chance of length 2 could be two fields as well; with one more, they are three."""
+    batch = {"x": torch.zeros(2, 3), "parts": [torch.zeros(2), torch.zeros(2)]}
+    assert split_batch(batch, 2, batch_size=4) == [(batch, 1.0)]
+    with pytest.raises(MisconfigurationException, match=r"parts.* has length 2"):
+        split_batch(batch, 1)
