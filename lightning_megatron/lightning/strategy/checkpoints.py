@@ -44,6 +44,9 @@ class ResumedRandomness:
         self._validation: dict[str, Any] | None = None
         self._is_due = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResumedRandomness:
+        return self  # loaders refer to it, also those of a copy of the Trainer
+
     def load(self, saved: dict[str, Any] | None) -> None:
         """Take the state in a checkpoint, for :meth:`go_on`; ``None`` for a checkpoint without one."""
         self._saved, self._is_due = saved, True
