@@ -319,7 +319,7 @@ STEPS = (
         on_cpu=False,
     ),
     Step(
-        "context parallelism", 5, 2, "C1", "same losses; a step of p2p takes at most twice that of a2a", _context, _ring
+        "context parallelism", 5, 2, "C1", "same losses; p2p takes at most twice the step time of a2a", _context, _ring
     ),
     Step("packed documents", 4, 1, "C3", "the last 10 of 100 steps at most 1.2 times steps 5 to 14", _packed, _steady),
     Step(

@@ -5,6 +5,7 @@ A test holds that the page is up to date.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -78,8 +79,8 @@ other logs none; send both reports.
 
 ## Commands
 
-As they run on eight cards. `{{here}}` is the command's folder, `{{step}}` that of its step, `{{data}}` has the tokens
-of `lightning-megatron demo-data`, and `{{bin}}` is the folder of Python.
+As they run on eight cards. `{{here}}` is the command's folder, `{{step}}` is the folder of its step, `{{data}}` has the
+tokens of `lightning-megatron demo-data`, and `{{bin}}` is the folder of Python.
 """
 
 
@@ -101,14 +102,16 @@ def _cards(step: Any) -> str:
     return f"{step.cards} on each of {step.nodes} machines" if step.nodes > 1 else str(step.cards)
 
 
+def _quoted(word: str) -> str:
+    return word if re.fullmatch(r"[\w{}/.:=+,-]+", word) else shlex.quote(word)
+
+
 def _commands(step: Any) -> str:
     setup = TABLE["Setup"](nodes=step.nodes, master="10.0.0.1")
     lines = []
     for name, command in step.commands(setup).items():
         variables = [f"{key}={value}" for key, value in command.environment.items()]
-        lines.append(
-            f"# {name}\n" + " ".join([*variables, shlex.join(command.words)]).replace("'{", "{").replace("}'", "}")
-        )
+        lines.append(f"# {name}\n" + " ".join([*variables, *map(_quoted, command.words)]))
     return f"\n{step.name}:\n\n```text\n" + "\n".join(lines) + "\n```\n"
 
 

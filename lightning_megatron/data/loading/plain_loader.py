@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
@@ -115,8 +115,9 @@ def resumable(loader: Any, before_rest: Callable[[], None]) -> Any:
     """
     if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
         return loader
-    batches, order = loader.batch_sampler, loader.batch_sampler.sampler
-    if not isinstance(order, SequentialSampler | DistributedSampler | EpochPosition):
+    batches, order = loader.batch_sampler, cast("Sampler[int]", loader.batch_sampler.sampler)
+    # No subclass: Lightning's for several ranks may wrap a sampler that draws anew in each epoch.
+    if type(order) not in (SequentialSampler, DistributedSampler, EpochPosition):
         return loader
     batches.sampler = position = EpochPosition(order, batches.batch_size)
     found = PlainDataLoader.__new__(PlainDataLoader)

@@ -32,7 +32,7 @@ def follow_batch_size(checkpoint: dict[str, Any], datamodule: Any) -> None:
 def put_positions_aside(checkpoint: dict[str, Any]) -> None:
     """Move positions of plain loaders in Lightning's dictionary to an entry that stock Lightning does not read.
 
-    It refuses states of loaders that have none there. States of other loaders stay where they are, with all beside.
+    It refuses states of loaders that have none there. If any other loader has a state, all states stay where they are.
     """
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     states = loop.get("state_dict", {}).get("combined_loader", ())

@@ -50,7 +50,14 @@ ACCELERATOR = Kernels()
 """Kernels of an accelerator without one that adds a product to a wider sum."""
 ADDING = Kernels(adds_gradients=True, adds_wider=True, flash_in_parts=True)
 """Kernels of one that has such a kernel, and torch's flash kernel for parts of the keys."""
-HOST = Kernels(False, True, copies_pieces=True, pads_values=True, blocks_of_logits=True, large_blocks=False)
+HOST = Kernels(
+    fuses_norm=False,
+    adds_gradients=True,
+    copies_pieces=True,
+    pads_values=True,
+    blocks_of_logits=True,
+    large_blocks=False,
+)
 """Kernels and collectives of a CPU: what a rehearsal on fake CPU tensors runs."""
 
 

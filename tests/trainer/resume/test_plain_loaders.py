@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, WeightedRandomSampler
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
@@ -155,6 +156,24 @@ def test_lightning_warns_of_an_order_that_follows_from_more_than_the_epoch(tmp_p
 
 # Replicas and batch size.
 OTHERS = [((2, 3), (2, 3)), ((1, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 3), (1, 2)), ((1, 2), (2, 6))]
+
+
+def _weighted(folder: Path) -> bool:
+    """True if Lightning warns in a resumed run whose samples are drawn by weights."""
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Rows(24), 3, sampler=WeightedRandomSampler([1.0] * 24, 24))
+
+    fit(folder, loader())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(folder / "resumed", loader(), folder / "step=2.ckpt")
+    return any("You're resuming" in str(warning.message) for warning in found)
+
+
+def test_lightning_warns_of_drawn_samples_on_two_replicas_too(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Its sampler for several ranks is a DistributedSampler around the user's."""
+    assert ranks(2, _weighted, tmp_path)[0]
 
 
 def _part(folder: Path, size: int, step: int | None) -> list[tuple[int, int, Any]]:
