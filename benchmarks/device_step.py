@@ -30,10 +30,10 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.device import best_available, synchronize
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.core.device_file import load_device
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.time.software import software_of
-from lightning_megatron.planning.time.step import time_of
+from lightning_megatron.tools.planning.core.device_file import load_device
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.time.software import software_of
+from lightning_megatron.tools.planning.time.step import time_of
 
 KINDS = {
     "attention": "sdpa flash fmha",

@@ -217,7 +217,7 @@ def _two_nodes(setup: Setup) -> Commands:
     ranks = setup.nodes * setup.used
     start = "{bin}/torchrun --nnodes %d --nproc-per-node %d --node-rank %d --master-addr %s --master-port 29500"
     start = start % (setup.nodes, setup.used, setup.node_rank, setup.master)
-    program = (*start.split(), "-m", "lightning_megatron.cli.main")
+    program = (*start.split(), "-m", "lightning_megatron.tools.cli.main")
     more = f"--trainer.num_nodes {setup.nodes}"
     return {
         "name": Command(("sh", "-c", f"getent hosts $(hostname); ip -4 route get {setup.master} || true")),

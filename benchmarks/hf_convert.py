@@ -31,8 +31,8 @@ CHILD = """
 import re, sys
 from pathlib import Path
 import torch
-from lightning_megatron.cli.main import main
-import lightning_megatron.cli.convert
+from lightning_megatron.tools.cli.main import main
+import lightning_megatron.tools.cli.convert
 def kilobytes(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 Path("/proc/self/clear_refs").write_text("5")

@@ -21,7 +21,7 @@ from pathlib import Path
 from anchors.rows import DATA, Anchor, read_rows, translate
 from anchors.timing import Constants, base_device, family, tokens_per_second
 
-from lightning_megatron.planning.core.device_file import FOLDER, Efficiency
+from lightning_megatron.tools.planning.core.device_file import FOLDER, Efficiency
 
 CONSTANTS = Path(__file__).parent / "data" / "plan_constants.json"
 FITTED = (

@@ -7,7 +7,7 @@ Figures of rehearsals are stored in ``benchmarks/data/plan_memory.json``; ``test
 compares formulas with them too. After a change of layers, delete a layout from the file and run again.
 
 A row is one pipeline rank of one layout: the peak and the bytes after a step by the closed formulas of
-``planning/memory``, and by the tracker of ``rehearsal``, which runs the real modules, optimizer and schedule of that
+``tools/planning/memory``, and by the tracker of ``rehearsal``, which runs the real modules, optimizer and schedule of that
 rank on fake tensors. Both count tensors of a CPU's kernels (``planning.memory.shapes.HOST``).
 """
 
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.planning.memory.shapes import HOST
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.memory.peak import memory_of
+from lightning_megatron.tools.planning.memory.shapes import HOST
 
 RECOMPUTE: dict[str, RecomputePlan] = {
     "none": RecomputePlan(),
@@ -242,7 +242,7 @@ OWNED = ("parameters", "gradients", "main parameters", "optimizer state")
 
 def rehearsed(case: Case) -> dict[str, Any]:
     """Figures of a rehearsal, as they are stored in the file."""
-    from lightning_megatron.rehearsal.rehearse import rehearse_job
+    from lightning_megatron.tools.rehearsal.rehearse import rehearse_job
 
     found = rehearse_job(case.job(), case.rank)
     return {

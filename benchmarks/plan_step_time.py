@@ -79,7 +79,7 @@ def planned(case: Case) -> Any:
     from lightning_megatron.config.layout import ParallelLayout
     from lightning_megatron.config.recompute_plan import RecomputePlan
     from lightning_megatron.models.presets import preset
-    from lightning_megatron.planning.core.job import PlannedJob
+    from lightning_megatron.tools.planning.core.job import PlannedJob
 
     axes = {name: value for name, value in case.axes.items() if name != "dp"}
     return PlannedJob(
@@ -173,9 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare(device_file: str | None, rounds: int, steps: int, only: str | None) -> str:
     """The table."""
-    from lightning_megatron.calibration import calibrate
-    from lightning_megatron.planning.core.device_file import load_device
-    from lightning_megatron.planning.time.step import time_of
+    from lightning_megatron.tools.calibration import calibrate
+    from lightning_megatron.tools.planning.core.device_file import load_device
+    from lightning_megatron.tools.planning.time.step import time_of
 
     device = load_device(device_file) if device_file else calibrate(kind="cpu", processes=2)
     cases = [case for case in CASES if only in (None, case.name)]

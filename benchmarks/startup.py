@@ -203,7 +203,7 @@ def show_commands(trees: Sequence[Path], rounds: int) -> None:
     folder = Path(tempfile.gettempdir())  # not a tree: "-m" would import from there
     print("wall (CPU) seconds" + "".join(f"\n  {tree}" for tree in trees))
     for command in COMMANDS:
-        words = [sys.executable, "-m", "lightning_megatron.cli.main", *command.split()]
+        words = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *command.split()]
         times: dict[Path, list[tuple[float, float]]] = {tree: [] for tree in trees}
         for _ in range(rounds):
             for tree in trees:

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 import lightning_megatron
-from lightning_megatron.cli import main as cli
+from lightning_megatron.tools.cli import main as cli
 
 PAGE = Path(__file__).parent / "api.md"
 KEPT = Path(__file__).parent / "names.yaml"

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lightning_megatron.cli.from_megatron import deepspeed
-from lightning_megatron.cli.from_megatron.flags import ALWAYS, ONLY, TAKEN, WITHOUT, Flag
-from lightning_megatron.cli.from_megatron.variables import COMPUTED, FLAGS, HERE, NONE, SWITCHES, WITH_BINS, WITH_FP8
+from lightning_megatron.tools.cli.from_megatron import deepspeed
+from lightning_megatron.tools.cli.from_megatron.flags import ALWAYS, ONLY, TAKEN, WITHOUT, Flag
+from lightning_megatron.tools.cli.from_megatron.variables import (
+    COMPUTED,
+    FLAGS,
+    HERE,
+    NONE,
+    SWITCHES,
+    WITH_BINS,
+    WITH_FP8,
+)
 
 PAGE = Path(__file__).parent / "from-megatron.md"
 BEGIN, END = "<!-- made by `python docs/from_megatron.py` -->\n", "<!-- end of what is made -->\n"

@@ -31,27 +31,16 @@ from tests.structure import files, imports  # noqa: E402
 from tests.walks import WALKS, steps_of  # noqa: E402
 
 PAGE, PACKAGE = ROOT / "docs" / "measures.md", ROOT / "lightning_megatron"
-TOOLS = (
-    "tools",
-    "cli",
-    "planning",
-    "rehearsal",
-    "parity",
-    "calibration",
-    "launching",
-    "evaluation",
-    "recipes",
-    "machine",
-)
+TOOLS = ("tools",)
 """Folders of what does not run during training."""
 ENCODERS = re.compile(r"encoders/|bert|t5|masked|span_corruption")
 FOR_TOOLS = re.compile(r"# (type|noqa|fmt|mypy|ruff)\b")
 LAYERS = {
     "the module": "layers",
     "formulas of the configuration": "config/transformer.py",
-    "parameters in the planner": "planning/core/parameters.py",
-    "memory and time in the planner": "planning/memory",
-    "the twin of a parity check": "parity/twin.py",
+    "parameters in the planner": "tools/planning/core/parameters.py",
+    "memory and time in the planner": "tools/planning/memory",
+    "the twin of a parity check": "tools/parity/twin.py",
 }
 """Places that describe a layer, each while its file or folder exists."""
 REACHED = """

@@ -2,7 +2,7 @@
 
 Blockwise attention, or a product for each expert, is thousands of small operations, and on tensors without memory
 each takes as long as a large one. A rehearsal that has run a :func:`by_shape` function once knows the memory use of
-later calls with the same shapes, and only creates their results (``rehearsal/known_calls.py``). Everywhere else the
+later calls with the same shapes, and only creates their results (``tools/rehearsal/known_calls.py``). Everywhere else the
 mark has no effect.
 """
 

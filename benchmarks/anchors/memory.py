@@ -17,12 +17,12 @@ from anchors.rows import Anchor
 from anchors.timing import is_fsdp
 from lightning_megatron.pipeline.action import Action
 from lightning_megatron.pipeline.schedule import build_schedule
-from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.planning.memory.shapes import Kernels
-from lightning_megatron.planning.memory.steps import shown_micro_batches
-from lightning_megatron.planning.time.optimizer import dense_parameters, expert_layers, expert_parameters
-from lightning_megatron.planning.time.sizes import Sizes
 from lightning_megatron.stage import StageLayers
+from lightning_megatron.tools.planning.memory.peak import memory_of
+from lightning_megatron.tools.planning.memory.shapes import Kernels
+from lightning_megatron.tools.planning.memory.steps import shown_micro_batches
+from lightning_megatron.tools.planning.time.optimizer import dense_parameters, expert_layers, expert_parameters
+from lightning_megatron.tools.planning.time.sizes import Sizes
 
 GROUPED = Kernels(fuses_experts=True)
 """Megatron-LM's kernels: Transformer Engine's grouped layers add the experts' gradients to the buffer."""

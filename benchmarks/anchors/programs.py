@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_megatron.planning.time.software import Software
+from lightning_megatron.tools.planning.time.software import Software
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.core.job import PlannedJob
 
 Row = dict[str, Any]
 

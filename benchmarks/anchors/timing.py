@@ -8,12 +8,12 @@ from functools import cache
 
 from anchors.programs import PROGRAMS, Program
 from anchors.rows import Anchor
-from lightning_megatron.planning.core.device_file import DeviceSpec, Efficiency, Link, load_device
-from lightning_megatron.planning.time.communication import Groups
-from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters
-from lightning_megatron.planning.time.sizes import Sizes
-from lightning_megatron.planning.time.software import Software
-from lightning_megatron.planning.time.step import TimeEstimate, time_of
+from lightning_megatron.tools.planning.core.device_file import DeviceSpec, Efficiency, Link, load_device
+from lightning_megatron.tools.planning.time.communication import Groups
+from lightning_megatron.tools.planning.time.optimizer import dense_parameters, expert_parameters
+from lightning_megatron.tools.planning.time.sizes import Sizes
+from lightning_megatron.tools.planning.time.software import Software
+from lightning_megatron.tools.planning.time.step import TimeEstimate, time_of
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from streaming.base.world import World
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli.main import main as command
 from lightning_megatron.data import IndexedDataset
 from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.tools.cli.main import main as command
 
 
 def next_tokens(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
-from lightning_megatron.rehearsal.context import PlaceLog, RunningPlace
-from lightning_megatron.rehearsal.measure import StepMeasure
-from lightning_megatron.rehearsal.rehearse import example_batch, rehearse
-from lightning_megatron.rehearsal.routing import choices_on
-from lightning_megatron.rehearsal.strategy import OneOfMany
-from lightning_megatron.rehearsal.tracker import StorageTracker
-from lightning_megatron.rehearsal.world import TOPK
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.rehearsal.context import PlaceLog, RunningPlace
+from lightning_megatron.tools.rehearsal.measure import StepMeasure
+from lightning_megatron.tools.rehearsal.rehearse import example_batch, rehearse
+from lightning_megatron.tools.rehearsal.routing import choices_on
+from lightning_megatron.tools.rehearsal.strategy import OneOfMany
+from lightning_megatron.tools.rehearsal.tracker import StorageTracker
+from lightning_megatron.tools.rehearsal.world import TOPK
 
 STEPS = 8
 """Steps of a real run; the first three compare replicas, which a rehearsal leaves out."""

@@ -14,7 +14,7 @@ from training import STEPS, losses, recipe, runs, steps_done, uninterrupted, var
 
 MPIRUN = which("mpirun") or which("orterun")
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="mpirun is not here")
-FIT = ["-m", "lightning_megatron.cli.main", "fit", "--config", "recipe.yaml", "--ckpt_path", "last"]
+FIT = ["-m", "lightning_megatron.tools.cli.main", "fit", "--config", "recipe.yaml", "--ckpt_path", "last"]
 
 
 def mpi_variables(folder: Path) -> dict[str, str]:
@@ -42,7 +42,7 @@ def start(folder: Path, launcher: str) -> subprocess.Popen[str]:
         (folder / "bin" / "mpirun").unlink(missing_ok=True)
         (folder / "bin" / "mpirun").symlink_to(MPIRUN)
         (folder / "cluster.yaml").write_text(f"cluster: {{python: {sys.executable}}}")
-        words = [sys.executable, "-m", "lightning_megatron.cli.main", "launch", "--config", "recipe.yaml"]
+        words = [sys.executable, "-m", "lightning_megatron.tools.cli.main", "launch", "--config", "recipe.yaml"]
         words += ["--config", "cluster.yaml", "--launcher", "mpirun"]
         known = mpi_variables(folder)
         known["PATH"] = f"{folder}/bin{os.pathsep}{known['PATH']}"

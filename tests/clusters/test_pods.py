@@ -15,9 +15,9 @@ import pytest
 import yaml
 from training import STEPS, losses, recipe, runs, steps_done, uninterrupted, variables
 
-from lightning_megatron.cli.launch.recipe import read_job
-from lightning_megatron.launching.kubernetes import manifests
 from lightning_megatron.testing.ports import free_port
+from lightning_megatron.tools.cli.launch.recipe import read_job
+from lightning_megatron.tools.launching.kubernetes import manifests
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,6 +143,6 @@ def test_a_pod_needs_an_empty_folder_and_its_manifest(tmp_path: Path) -> None:
     recipe["data"]["init_args"] |= {"seq_length": 16, "batch_size": 6}
     recipe["trainer"]["strategy"]["init_args"] = {"micro_batch_size": 2}
     (volume / "by-hand.yaml").write_text(yaml.safe_dump(recipe))
-    words = [sys.executable, "-m", "lightning_megatron.cli.main", "fit", "--config", "by-hand.yaml"]
+    words = [sys.executable, "-m", "lightning_megatron.tools.cli.main", "fit", "--config", "by-hand.yaml"]
     subprocess.run(words, cwd=volume, env=variables(volume), capture_output=True, check=True)
     assert losses(volume) == found

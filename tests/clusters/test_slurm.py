@@ -12,10 +12,10 @@ import pytest
 from local_slurm import Slurm, cluster, programs
 from training import STEPS, losses, recipe, runs, steps_done, uninterrupted, variables
 
-from lightning_megatron.cli.launch.recipe import read_job
-from lightning_megatron.launching.slurm import batch_script
-from lightning_megatron.recipes.contents import contents_of
-from lightning_megatron.recipes.names import recipe_files, recipe_names
+from lightning_megatron.tools.cli.launch.recipe import read_job
+from lightning_megatron.tools.launching.slurm import batch_script
+from lightning_megatron.tools.recipes.contents import contents_of
+from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 FOUND = programs()
 ROOT = str(Path(__file__).parents[2])
@@ -126,7 +126,7 @@ def test_slurm_accepts_the_script_of_every_recipe(slurm: Slurm, tmp_path: Path, 
 
 
 def test_launch_knows_the_partitions_of_the_site(slurm: Slurm, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "lightning_megatron.cli.main", "launch", "--recipe", "llama-tiny"]
+    words = [sys.executable, "-m", "lightning_megatron.tools.cli.main", "launch", "--recipe", "llama-tiny"]
     for partition, status in (("main", 0), ("gaudi", 2)):
         (tmp_path / "cluster.yaml").write_text(f"cluster: {{nodes: 4, slurm: {{partition: {partition}}}}}")
         section = ["--config", str(tmp_path / "cluster.yaml"), "--launcher", "slurm", "--dry-run"]

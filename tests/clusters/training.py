@@ -110,7 +110,7 @@ def uninterrupted(folder: Path) -> dict[int, float]:
     """Losses of a run by torchrun that nobody ends."""
     recipe(folder, seconds=0.0)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words += ["-m", "lightning_megatron.cli.main", "fit", "--config", "recipe.yaml"]
+    words += ["-m", "lightning_megatron.tools.cli.main", "fit", "--config", "recipe.yaml"]
     done = subprocess.run(words, cwd=folder, env=variables(folder), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = losses(folder)

@@ -56,7 +56,7 @@ if __name__ == "__main__":
 """
 COMMAND = """
 import sys
-from lightning_megatron.cli.main import main
+from lightning_megatron.tools.cli.main import main
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """

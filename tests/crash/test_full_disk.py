@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightning_megatron import LlamaModule, MegatronStrategy
-from lightning_megatron.cli.main import main
 from lightning_megatron.data import DataError, IndexedDatasetWriter, build_gpt_datasets
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.cli.main import main
 from tests.tiny import tiny_llama
 
 ROOM = 2048  # bytes that a file may have

@@ -154,7 +154,7 @@ def test_the_simulated_bridge_keeps_a_process_that_fails() -> None:
 
 def test_a_failed_process_of_a_calibration_ends_at_once(tmp_path: Path) -> None:
     env = own_environment(LIGHTNING_MEGATRON_HPU_SIM_EXIT_SECONDS="2")
-    command = [sys.executable, "-m", "lightning_megatron.calibration.worker"]
+    command = [sys.executable, "-m", "lightning_megatron.tools.calibration.worker"]
     ranks = []
     for rank, seconds in (("0", "0"), ("1", "no number")):
         words = [*command, rank, "2", "hpu", str(tmp_path), seconds]

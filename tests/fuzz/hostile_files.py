@@ -192,8 +192,8 @@ def run(
         The outcome by kind, trick and reader.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "lightning_megatron.cli.training.trainer",
-                                    "lightning_megatron.cli.inference.continuation",
+    context.set_forkserver_preload([*PRELOAD, "lightning_megatron.tools.cli.training.trainer",
+                                    "lightning_megatron.tools.cli.inference.continuation",
                                     "hostile_cases", "hostile_sources"])  # fmt: skip
     sound, mark = scratch / "sound", scratch / "mark"
     sound.mkdir()

@@ -20,7 +20,7 @@ class RefusedError(Exception):
 
 def command(*words: object) -> None:
     """Run a command of the package in this process."""
-    from lightning_megatron.cli.main import main
+    from lightning_megatron.tools.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

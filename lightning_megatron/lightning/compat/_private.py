@@ -82,7 +82,7 @@ class PrivateName:
 
 
 _HERE = "lightning/compat/_private.py"
-_REHEARSAL = "rehearsal/torch_private.py"
+_REHEARSAL = "tools/rehearsal/torch_private.py"
 _STRATEGY = "lightning.pytorch.strategies.Strategy"
 _PARALLEL = "lightning.pytorch.strategies.ParallelStrategy"
 _MODULE = "lightning.pytorch.LightningModule"

@@ -23,7 +23,6 @@ from lightning_megatron.lightning.compat._private import agree_to_validate, inje
 from lightning_megatron.lightning.compat.accelerator import enable_gpu_migration_on
 from lightning_megatron.lightning.monitoring.known_warnings import KnownWarnings
 from lightning_megatron.lightning.monitoring.late_bar import LateBar
-from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.monitoring.model_summary import introduce
 from lightning_megatron.lightning.monitoring.terminal import Terminal
 from lightning_megatron.lightning.run_state.missed_saves import warn_of_missed_saves
@@ -72,8 +71,8 @@ class StrategyHooks(ParallelStrategy):
         self._record = ActionRecord(self._ranks)
         self._params = TrainedParameters(self._ranks)
         self.checkpoints = RunCheckpoints(self._ranks, self._params)
-        self._memory, self._terminal, self._known_warnings = MemoryPrediction(), Terminal(), KnownWarnings()
-        self._start = RankStart(self._ranks, self._record, self._params, self.checkpoints, self._memory)
+        self._terminal, self._known_warnings = Terminal(), KnownWarnings()
+        self._start = RankStart(self._ranks, self._record, self._params, self.checkpoints)
         self._own_callbacks = OwnCallbacks(job.save_on_signal)
         self._engine: StepEngine | None = None
         self._batches: BatchWatch | None = None
@@ -163,7 +162,7 @@ class StrategyHooks(ParallelStrategy):
         self.setup_precision_plugin()
         self.engine.watch(module)
         introduce(trainer, module, self.mesh)
-        self._memory.announce(type(self).__name__)
+        self._start.forecast.announce(type(self).__name__)
         self._terminal.open()
 
     def _place(self) -> None:
@@ -267,7 +266,7 @@ class StrategyHooks(ParallelStrategy):
         warn_of_missed_saves(trainer)
         if self.mesh.is_distributed:
             self._validated = agree_to_validate(trainer, self._validated)
-        self._memory.measure(type(self).__name__, trainer.global_step, self.root_device, self.mesh.pp.rank)
+        self._start.forecast.measure(type(self).__name__, trainer.global_step, self.root_device, self.mesh.pp.rank)
         self._terminal.count(trainer, batch_idx)
 
     @contextmanager
@@ -422,7 +421,7 @@ class StrategyHooks(ParallelStrategy):
         An out-of-memory error gets the memory prediction and the cheapest remedies as a note.
         """
         if error is not self._record.error:
-            self._memory.explain(error)
+            self._start.forecast.explain(error)
         together = self._record.note_error(error)
         self._ranks.end.note_error(error, together)
         return together

@@ -23,7 +23,6 @@ from lightning_megatron.lightning.comparison.places import PlaceProbe, places_of
 from lightning_megatron.lightning.environments.agreement import rank_problems
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.monitoring.late_bar import LateBar
-from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
 from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
@@ -36,7 +35,7 @@ from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.accelerators import accelerator_problems
 from lightning_megatron.lightning.validation.features import compile_problems, plugin_problems
 from lightning_megatron.lightning.validation.job import Job, backend_problems, document_problems, job_problems
-from lightning_megatron.lightning.validation.memory import MemoryLimit, limit_of
+from lightning_megatron.lightning.validation.memory import MemoryForecast, MemoryLimit, limit_of
 from lightning_megatron.lightning.validation.nodes import node_problems
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
@@ -57,6 +56,7 @@ class RankStart:
 
     Attributes:
         before: placement of the model by an earlier Trainer; ``None`` without one.
+        forecast: forecast of the run's memory, since :meth:`check`.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class RankStart:
         record: ActionRecord,
         params: TrainedParameters,
         checkpoints: RunCheckpoints,
-        memory: MemoryPrediction,
     ) -> None:
         self._ranks, self._job, self._record, self._params = ranks, ranks.job, record, params
-        self._checkpoints, self._folders, self._memory = checkpoints, checkpoints.folders, memory
+        self._checkpoints, self._folders = checkpoints, checkpoints.folders
         self._comparison: RankComparison | None = None
         self._knows_restoring, self._is_placed = False, True
         self.before: Placement | None = None
+        self.forecast = MemoryForecast()
 
     # Checks, before any process is started
 
@@ -100,7 +100,7 @@ class RankStart:
         opened = [self._checkpoints.open_once(item) for item in objects]
         job = Job(self._job, layout, ranks.ops, dtype, opened, trainer, self._memory_limit())
         raise_if_any(found + job_problems(job))
-        self._memory.set(job.planned, job.memory_limit)
+        self.forecast = job.forecast
 
     def _memory_limit(self) -> MemoryLimit:
         """Memory that tensors of a rank may take, as far as this process can know it."""

@@ -30,6 +30,7 @@ from lightning_megatron.config.recompute_plan import granularity_problems
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.documents import device_problem
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, problems_of
+from lightning_megatron.extensions import extension
 from lightning_megatron.lightning import pretrained
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 from lightning_megatron.lightning.validation.features import (
@@ -38,7 +39,7 @@ from lightning_megatron.lightning.validation.features import (
     module_problems,
     trainer_problems,
 )
-from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryLimit, memory_problem, planned_job
+from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryForecast, MemoryLimit
 from lightning_megatron.lightning.validation.samples import sample_problems
 from lightning_megatron.lightning.validation.saving import saving_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
@@ -47,7 +48,6 @@ from lightning_megatron.moe.capacity_bins import bins_problems
 from lightning_megatron.ops.registry import Ops, parse_op_modes
 from lightning_megatron.optim.core.update_scope import elementwise_problems
 from lightning_megatron.pipeline.partition import BALANCED, parse_layout
-from lightning_megatron.planning.core.job import PlannedJob
 
 RULES: Rules = {
     "recompute": Check(granularity_problems),
@@ -174,9 +174,10 @@ class Job:
         return replace(batch, micro_batch_size=self.settings.micro_batch_size)
 
     @cached_property
-    def planned(self) -> PlannedJob | None:
-        """The job in numbers, if memory can be predicted for it."""
-        return planned_job(self.settings, self.layout, self.ops, self.batch, (*self.objects, self.trainer))
+    def forecast(self) -> MemoryForecast:
+        """Forecast of the job's memory."""
+        found: MemoryForecast = extension("memory forecast")(self)
+        return found
 
 
 def job_problems(job: Job) -> list[Problem]:
@@ -302,4 +303,4 @@ def op_faults(job: Job) -> list[Problem]:
 
 def memory_faults(job: Job) -> list[Problem]:
     """A layout that cannot fit; only of a job without other faults."""
-    return [] if job.planned is None else memory_problem(job.planned, job.memory_limit)
+    return job.forecast.problems()

@@ -24,11 +24,11 @@ from lightning_megatron import (
     read_checkpoint,
 )
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.evaluation.ranks import check_decoder
 from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, base_of
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.tools.evaluation.ranks import check_decoder
 from tests.families import TINY, VOCABULARY, hf_model
 from tests.tiny import tiny_llama
 

@@ -14,9 +14,9 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from lightning_megatron import ConfigError, GPTModule, LoRA
-from lightning_megatron.cli.convert import convert_command
 from lightning_megatron.lightning.pretrained.convert_adapter import merge_adapter, peft_to_checkpoint
 from lightning_megatron.lightning.pretrained.peft import read_peft_settings
+from lightning_megatron.tools.cli.convert import convert_command
 from tests.families import TINY, VOCABULARY, hf_model
 from tests.lora import DORA, LLAMA, MIXTRAL, Case, Kind, make, peft_model
 

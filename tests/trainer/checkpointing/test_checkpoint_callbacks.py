@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 from lightning_megatron import ConfigError, GPTModule, KillSwitch, MegatronStrategy, VerifyCheckpoint
 from lightning_megatron.checkpoint import CheckpointError, saving, verify
 from lightning_megatron.checkpoint.select.verify import written_faults
-from lightning_megatron.cli.main import main
 from lightning_megatron.data import MegatronSampler, ResumableDataLoader
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.tools.cli.main import main
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 32, "vocab_multiple": 2}
 SIZES |= {"num_query_groups": 2, "ffn_hidden_size": 24, "head_dim": 8}

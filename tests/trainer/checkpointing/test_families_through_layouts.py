@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronModule, MegatronStrategy
-from lightning_megatron.cli.main import main
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.cli.main import main
 from tests import t5
 from tests.families import (
     LAYOUTS,

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_megatron import ConfigError, GPTModule, LlamaModule, MegatronStrategy, MixtralModule, load_module
 from lightning_megatron.checkpoint import CheckpointError, verify
 from lightning_megatron.checkpoint.formats.hf.settings import with_settings
-from lightning_megatron.cli.main import main
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.tools.cli.main import main
 
 transformers = pytest.importorskip("transformers")
 load_file = pytest.importorskip("safetensors.torch").load_file

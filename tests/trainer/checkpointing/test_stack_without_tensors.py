@@ -9,10 +9,10 @@ import pytest
 
 from lightning_megatron import MegatronModule
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.cli.main import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.lightning.pretrained.hugging_face import open_hf
+from lightning_megatron.tools.cli.main import main
 from tests.families import TINY, our_config, random_model, whole_weights
 from tests.foreign import to_foreign, weight_map
 

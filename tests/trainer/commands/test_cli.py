@@ -15,11 +15,11 @@ import torch
 
 from lightning_megatron import LlamaModule, MegatronModule, load_module, read_checkpoint
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.cli import main as command_line
 from lightning_megatron.lightning.modules import decoder as module
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.lightning.pretrained.hugging_face import hf_config
 from lightning_megatron.machine.job_environment import own_environment
+from lightning_megatron.tools.cli import main as command_line
 
 QUIET = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.logger=false"]
 MODEL = ["--model=LlamaModule", "--model.config=llama-tiny", "--model.dict_kwargs.num_layers=2"]
@@ -168,7 +168,7 @@ def test_mistyped_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_a_small_command_leaves_lightning_cli_alone() -> None:
     check = "assert main(['schedule', '--pp=2', '--micro-batches=4']) == 0; assert 'lightning.pytorch.cli' not in mods"
-    code = f"import sys; mods = sys.modules; from lightning_megatron.cli.main import main; {check}"
+    code = f"import sys; mods = sys.modules; from lightning_megatron.tools.cli.main import main; {check}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=900)
 
 

@@ -62,7 +62,7 @@ def corpus(folder: Path) -> None:
 
 
 GENERATE = (
-    "-m lightning_megatron.cli.main generate --checkpoint run/last.ckpt --tokenizer-type BertWordPieceLowerCase"
+    "-m lightning_megatron.tools.cli.main generate --checkpoint run/last.ckpt --tokenizer-type BertWordPieceLowerCase"
     " --vocab-file vocab.txt --max-new-tokens 4 --temperature 0 --device cpu --tp 2 --prompt"
 )
 

@@ -29,12 +29,12 @@ from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
 
 from lightning_megatron import load_module
-from lightning_megatron.cli.main import main
 from lightning_megatron.data import IndexedDataset
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.recorder.recorder import Recorder
 from lightning_megatron.recorder.runs import run_folder
 from lightning_megatron.testing.ports import free_port
+from lightning_megatron.tools.cli.main import main
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_megatron.cli import main as command_line
 from lightning_megatron.machine.job_environment import own_environment
+from lightning_megatron.tools.cli import main as command_line
 from tests.evaluated import POSITIONS, Home, loss_sum, make_home
 
 pytest.importorskip("transformers")

@@ -18,10 +18,10 @@ import pytest
 from documents import ROOT
 from torch.distributed.run import get_args_parser
 
-from lightning_megatron.cli.doctor.command import doctor_parser
-from lightning_megatron.cli.main import main
-from lightning_megatron.cli.ops import ops_parser
-from lightning_megatron.cli.verify import verify_parser
+from lightning_megatron.tools.cli.doctor.command import doctor_parser
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.cli.ops import ops_parser
+from lightning_megatron.tools.cli.verify import verify_parser
 
 sys.path.append(str(ROOT / "benchmarks"))
 

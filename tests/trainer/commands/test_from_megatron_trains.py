@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_megatron.cli.main import main
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.tools.cli.main import main
 
 LINE = """
 torchrun --nproc_per_node 1 pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 4 --swiglu \\

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_megatron.cli.main import main
-from lightning_megatron.cli.trials.parity import _report
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.parity.difference import Step
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.cli.trials.parity import _report
+from lightning_megatron.tools.parity.difference import Step
 
-CONFIGS = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+CONFIGS = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 SIZES = {
     "num_layers": 3,
     "hidden_size": 32,

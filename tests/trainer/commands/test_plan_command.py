@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli.main import main
-from lightning_megatron.planning.core.device_file import DeviceSpec, load_device
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.planning.core.device_file import DeviceSpec, load_device
 
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 Capture = pytest.CaptureFixture[str]
 SEARCH = ["plan", "--model", "llama2-7b", "--devices", "8", "--seq-length", "4096", "--global-batch-size", "64"]
 
@@ -133,7 +133,7 @@ def test_a_device_file_is_written(
         written.append(out)
         return load_device("a100-80")
 
-    monkeypatch.setattr("lightning_megatron.calibration.calibrate", calibrate)
+    monkeypatch.setattr("lightning_megatron.tools.calibration.calibrate", calibrate)
     file = str(tmp_path / "mine.json")
     assert main(["plan", "--calibrate", file]) == 0
     assert written == [file]

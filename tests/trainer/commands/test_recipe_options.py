@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron.cli.main import main
+from lightning_megatron.tools.cli.main import main
 
 Read = Callable[..., dict[str, Any]]
 

@@ -23,7 +23,7 @@ from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.stage import StageBoundary
 
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 
 
 def corpus(folder: Path) -> str:
@@ -81,7 +81,7 @@ def test_the_twin_trains_from_the_command_line(tmp_path: Path) -> None:
     words = ["fit", f"--config={RECIPES / 'bloom-tiny.yaml'}", f"--data.data_path={corpus(tmp_path)}"]
     words += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--data.split=80,20,0"]
     words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path / 'logs'}"]
-    command = [sys.executable, "-m", "lightning_megatron.cli.main", *words]
+    command = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *words]
     env = own_environment()
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -29,7 +29,7 @@ def test_the_twin_differs_from_the_recipe_in_sizes_and_files_alone() -> None:
 def test_the_twin_goes_from_directory_to_directory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    program = [sys.executable, "-m", "lightning_megatron.cli.main"]
+    program = [sys.executable, "-m", "lightning_megatron.tools.cli.main"]
     quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--trainer.max_steps=4"]
     commands = [
         [sys.executable, str(ROOT / "examples" / "make_chats.py")],

@@ -16,8 +16,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli.main import main
-from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
@@ -27,10 +25,12 @@ from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.memory.peak import memory_of
 from lightning_megatron.stage import StageBoundary
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
+from lightning_megatron.tools.planning.memory.peak import memory_of
 
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 # recipe: parameters; ranks, dp, tp, pp, ep; its twin
 CASES = {
     "qwen2.5-7b": (7_615_616_512, (8, 4, 2, 1, 1), "qwen2.5-tiny"),
@@ -136,7 +136,7 @@ def test_a_twin_trains_from_the_command_line(name: str, tmp_path: Path) -> None:
     else:
         words.append(f"--data.data_path={text_data(tmp_path)}")
     words += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
-    command = [sys.executable, "-m", "lightning_megatron.cli.main", *words]
+    command = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *words]
     command.append(f"--trainer.logger.save_dir={tmp_path / 'logs'}")
     env = own_environment()
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)

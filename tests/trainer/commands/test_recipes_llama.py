@@ -20,8 +20,8 @@ from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.recipes import names
-from lightning_megatron.recipes.names import recipe_files
+from lightning_megatron.tools.recipes import names
+from lightning_megatron.tools.recipes.names import recipe_files
 
 # recipe: ranks, dp, tp, cp, sequence length, tokens of a step
 CASES = {

@@ -15,7 +15,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
@@ -23,9 +22,10 @@ from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
-from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.recipes.names import recipe_files, recipe_names
 from lightning_megatron.stage import StageBoundary
+from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
+from lightning_megatron.tools.planning.memory.peak import memory_of
+from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 # recipe: parameters; dp, tp, pp, vpp; samples of a micro-batch and of a step
 CASES = {
@@ -114,7 +114,7 @@ def test_the_layout_trains_in_small_on_a_cpu(name: str, tmp_path: Path) -> None:
     words = ["fit", "--recipe", name, "--scale", "cpu=8", "--trainer.logger=CSVLogger", "--trainer.max_steps=4"]
     words += ["--trainer.val_check_interval=4", "--trainer.enable_progress_bar=false"]
     words += [f"--trainer.logger.save_dir={tmp_path / 'logs'}", "--trainer.enable_model_summary=false"]
-    command = [sys.executable, "-m", "lightning_megatron.cli.main", *words]
+    command = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *words]
     env = own_environment() | {"LIGHTNING_MEGATRON_OUTPUT_DIR": str(tmp_path / "runs")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

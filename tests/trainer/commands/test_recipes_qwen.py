@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_megatron.cli.recipes.job import Given, read_recipe
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.machine.job_environment import own_environment
-from lightning_megatron.planning.memory.peak import memory_of
+from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
+from lightning_megatron.tools.planning.memory.peak import memory_of
 
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 
 
 def test_the_recipe_for_16_devices_fits_80_gb() -> None:
@@ -36,7 +36,7 @@ def test_the_twin_trains_from_the_command_line(tmp_path: Path) -> None:
     words = ["fit", f"--config={RECIPES / 'qwen3-moe-tiny.yaml'}", f"--data.data_path={tmp_path / 'tokens'}"]
     words += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--data.split=80,20,0"]
     words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path / 'logs'}"]
-    command = [sys.executable, "-m", "lightning_megatron.cli.main", *words]
+    command = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *words]
     env = own_environment()
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

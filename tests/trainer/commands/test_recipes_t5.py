@@ -14,7 +14,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy, T5Module
-from lightning_megatron.cli.main import main
 from lightning_megatron.data import build_tokenizer
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
@@ -24,9 +23,10 @@ from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.stage import StageBoundary
+from lightning_megatron.tools.cli.main import main
 from tests.t5 import TINY, hf_model
 
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_twin_trains_from_the_command_line(tmp_path: Path, data: list[str]) 
     words = ["fit", f"--config={RECIPES / 't5-tiny.yaml'}", *data, "--data.split=80,20,0"]
     words += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path / 'logs'}"]
-    command = [sys.executable, "-m", "lightning_megatron.cli.main", *words]
+    command = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *words]
     env = own_environment()
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

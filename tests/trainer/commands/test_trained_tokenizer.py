@@ -16,13 +16,13 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import LlamaModule, MegatronDataModule, MegatronStrategy
-from lightning_megatron.cli import main as command_line
 from lightning_megatron.data import IndexedDatasetWriter
 from lightning_megatron.data.preprocessing.encode import TokenizerSpec
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf, hf_to_checkpoint
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.cli import main as command_line
 
 pytest.importorskip("transformers")
 

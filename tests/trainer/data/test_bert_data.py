@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_megatron import BertDataModule, BertModule, ConfigError, MegatronStrategy
-from lightning_megatron.cli.main import main
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.cli.main import main
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *SYLLABLES, *(f"##{each}" for each in SYLLABLES)]

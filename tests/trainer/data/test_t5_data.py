@@ -11,10 +11,10 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_megatron import ConfigError, MegatronStrategy, T5DataModule, T5Module
-from lightning_megatron.cli.main import main
 from lightning_megatron.data.masked.span_vocabulary import span_vocabulary
 from lightning_megatron.data.tokenizers import build_tokenizer
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.cli.main import main
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *SYLLABLES, *(f"##{each}" for each in SYLLABLES)]

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy, load_module
 from lightning_megatron.data import build_tokenizer
-from lightning_megatron.evaluation.continuing import continuations
-from lightning_megatron.evaluation.corpora import Reader
-from lightning_megatron.evaluation.perplexity import Cloze, Perplexity, cloze, perplexity
-from lightning_megatron.evaluation.ranks import Ranks, on_ranks
 from lightning_megatron.models.generate import Sampling
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.evaluation.continuing import continuations
+from lightning_megatron.tools.evaluation.corpora import Reader
+from lightning_megatron.tools.evaluation.perplexity import Cloze, Perplexity, cloze, perplexity
+from lightning_megatron.tools.evaluation.ranks import Ranks, on_ranks
 from tests.evaluated import POSITIONS, VOCABULARY, Home, log_probabilities, loss_sum, make_home
 
 transformers = pytest.importorskip("transformers")

@@ -17,8 +17,8 @@ import pytest
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.data import build_tokenizer
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.evaluation.ranks import Ranks, on_ranks
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.evaluation.ranks import Ranks, on_ranks
 from tests.evaluated import POSITIONS, Home, make_home
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -105,7 +105,7 @@ def answers(home: Home, model: Any) -> dict[str, Any]:
 
 
 def work(home: Home, ranks: Ranks) -> dict[str, Any]:
-    from lightning_megatron.evaluation.harness import MegatronLM
+    from lightning_megatron.tools.evaluation.harness import MegatronLM
 
     tokenizer = build_tokenizer("HuggingFaceTokenizer", str(home.hf("gpt2")))
     return answers(home, MegatronLM(ranks, tokenizer, POSITIONS))
@@ -168,7 +168,7 @@ def test_every_larger_layout_answers_as_transformers_does(ranks, home: Home, exp
 
 @pytest.mark.slow
 def test_the_command(home: Home, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    from lightning_megatron.cli.main import main
+    from lightning_megatron.tools.cli.main import main
 
     words = ["evaluate", "--checkpoint", str(home.checkpoint("gpt2")), "--device", "cpu", "--json"]
     words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(home.hf("gpt2"))]
@@ -185,7 +185,7 @@ def test_the_command(home: Home, expected: dict[str, Any], capsys: pytest.Captur
 
 def test_requests_that_cannot_be_answered(home: Home):
     def refused(ranks: Ranks) -> list[str]:
-        from lightning_megatron.evaluation.harness import MegatronLM
+        from lightning_megatron.tools.evaluation.harness import MegatronLM
 
         lm = MegatronLM(ranks, build_tokenizer("HuggingFaceTokenizer", str(home.hf("gpt2"))), POSITIONS)
         bare = SimpleNamespace(encode=lambda text: [1], bos=None, eod=None)

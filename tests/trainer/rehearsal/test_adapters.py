@@ -7,9 +7,9 @@ from lightning.pytorch import Trainer
 
 from lightning_megatron import GPTModule, LoRA, MegatronDataModule, MegatronStrategy
 from lightning_megatron.device import CPU
-from lightning_megatron.rehearsal.rehearse import rehearse
-from lightning_megatron.rehearsal.result import Rehearsal
 from lightning_megatron.testing.trainer import kind_in_tests
+from lightning_megatron.tools.rehearsal.rehearse import rehearse
+from lightning_megatron.tools.rehearsal.result import Rehearsal
 
 pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="what is rehearsed is a run on a CPU")
 

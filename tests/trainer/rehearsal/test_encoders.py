@@ -11,15 +11,15 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_megatron import BertDataModule, BertModule, MegatronStrategy, T5DataModule, T5Module
-from lightning_megatron.cli.main import main
 from lightning_megatron.device import CPU
-from lightning_megatron.rehearsal.rehearse import rehearse
 from lightning_megatron.testing.trainer import kind_in_tests
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.rehearsal.rehearse import rehearse
 
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="what is rehearsed is a run on a CPU")
 
-CONFIGS = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+CONFIGS = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(95))]
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 256}
 

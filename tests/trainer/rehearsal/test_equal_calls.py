@@ -12,11 +12,11 @@ from lightning_megatron.by_shape import Runner
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
-from lightning_megatron.rehearsal.known_calls import KnownCalls
-from lightning_megatron.rehearsal.rehearse import rehearse
-from lightning_megatron.rehearsal.result import Rehearsal
-from lightning_megatron.rehearsal.tracker import StorageTracker
-from lightning_megatron.rehearsal.values import KnownValues
+from lightning_megatron.tools.rehearsal.known_calls import KnownCalls
+from lightning_megatron.tools.rehearsal.rehearse import rehearse
+from lightning_megatron.tools.rehearsal.result import Rehearsal
+from lightning_megatron.tools.rehearsal.tracker import StorageTracker
+from lightning_megatron.tools.rehearsal.values import KnownValues
 
 SHAPE = BatchShape(4, 2, 512)  # several blocks of attention
 OFTEN = {"gpt-oss-tiny"}

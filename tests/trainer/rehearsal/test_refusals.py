@@ -16,10 +16,10 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.rehearsal.errors import RehearsalError
-from lightning_megatron.rehearsal.rehearse import rehearse, rehearse_job
 from lightning_megatron.testing.trainer import kind_in_tests
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.rehearsal.errors import RehearsalError
+from lightning_megatron.tools.rehearsal.rehearse import rehearse, rehearse_job
 
 pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="what is rehearsed is a run on a CPU")
 

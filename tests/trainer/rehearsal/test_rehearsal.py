@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.main import main
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.device import CPU
 from lightning_megatron.models.presets import configuration
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.recipes.names import recipe_names
-from lightning_megatron.rehearsal.rehearse import rehearse_job
 from lightning_megatron.testing.measured import rehearse_measured, run_measured
 from lightning_megatron.testing.trainer import kind_in_tests
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.recipes.names import recipe_names
+from lightning_megatron.tools.rehearsal.rehearse import rehearse_job
 
 ROOT = Path(__file__).parents[3]
 JOBS = run_path(str(ROOT / "benchmarks" / "plan_real_runs.py"))["JOBS"]

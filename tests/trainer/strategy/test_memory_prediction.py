@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader
 from lightning_megatron import ConfigError, LlamaModule, MegatronStrategy
 from lightning_megatron import device as devices
 from lightning_megatron.config.layout import BatchShape
-from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
-from lightning_megatron.lightning.validation.memory import MemoryLimit, device_called
+from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryLimit
 from lightning_megatron.machine.byte_size import told_bytes
-from lightning_megatron.planning.core.device_file import load_device
-from lightning_megatron.planning.plan import plan_of
-from lightning_megatron.planning.settings import Feed, job_of
 from lightning_megatron.testing.trainer import quiet_trainer
+from lightning_megatron.tools.forecast import Forecast, device_called
+from lightning_megatron.tools.planning.core.device_file import load_device
+from lightning_megatron.tools.planning.plan import plan_of
+from lightning_megatron.tools.planning.settings import Feed, job_of
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "vocab_size": 512}
 LENGTH, BATCH = 64, 4
@@ -153,10 +153,9 @@ def test_what_a_device_has_measured_is_logged_once_beside_the_prediction(
     predicted = plan_of(job, None).memory.peak
     monkeypatch.setattr(devices, "peak_memory_bytes", lambda device: int(1.25 * predicted))
     monkeypatch.setattr(devices, "memory_beside_tensors", lambda device: None)
-    prediction = MemoryPrediction()
+    prediction = Forecast(job, MemoryLimit(2**40))
     with caplog.at_level(logging.INFO):
-        prediction.measure("Mine", 9, torch.device("cuda"), 0)
-        prediction.set(job, MemoryLimit(2**40))
+        Forecast(None, UNKNOWN).measure("Mine", 9, torch.device("cuda"), 0)
         for step in (0, 1, 2, 3):
             prediction.measure("Mine", step, torch.device("cpu"), 0)
         assert "peak memory" not in caplog.text

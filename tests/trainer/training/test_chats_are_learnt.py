@@ -14,10 +14,10 @@ from lightning.pytorch import seed_everything
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lightning_megatron import ChatDataModule, LlamaModule, LoRA, MegatronStrategy, load_module
-from lightning_megatron.cli.main import main
 from lightning_megatron.data.chat.builtin import BUILTIN_TEMPLATES
 from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import kind_in_tests, quiet_trainer
+from lightning_megatron.tools.cli.main import main
 
 pytestmark = pytest.mark.skipif(
     kind_in_tests() is not CPU, reason="chats are packed, and documents in a batch are refused on a Gaudi"

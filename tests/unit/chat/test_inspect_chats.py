@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chats import chat, make_tokenizer, write_lines
 
-from lightning_megatron.cli.main import main
+from lightning_megatron.tools.cli.main import main
 
 
 @pytest.fixture(scope="module")

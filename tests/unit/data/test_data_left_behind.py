@@ -19,7 +19,7 @@ from lightning_megatron.machine.job_environment import own_environment
 
 JOB = """
 import sys
-from lightning_megatron.cli.main import main
+from lightning_megatron.tools.cli.main import main
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """

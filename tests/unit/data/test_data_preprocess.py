@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from lightning_megatron.cli.data.preprocess import preprocess_command
-from lightning_megatron.cli.data.tokenizer import train_tokenizer_command
 from lightning_megatron.data import DataError, IndexedDataset
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.data.preprocessing.sentences import split_sentences
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.tools.cli.data.preprocess import preprocess_command
+from lightning_megatron.tools.cli.data.tokenizer import train_tokenizer_command
 
 IDS = TokenizerSpec("NullTokenizer", vocab_size=100)
 RECORDS = [{"text": f"{i} {i + 1}", "title": f"{i % 7}", "other": [i]} for i in range(90)]
@@ -108,7 +108,7 @@ def test_workers_run_whatever_the_length_of_tmpdir(
     monkeypatch.setenv("TMPDIR", str(longer_than_a_socket_may_be))
     command = ["preprocess", "--input", str(write_lines(RECORDS)), "--output-prefix", str(tmp_path / "out")]
     command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "2"]
-    subprocess.run([sys.executable, "-m", "lightning_megatron.cli.main", *command], check=True)
+    subprocess.run([sys.executable, "-m", "lightning_megatron.tools.cli.main", *command], check=True)
     assert contents(tmp_path / "out_text_document")
 
 

@@ -17,7 +17,6 @@ import pytest
 import zstandard
 from patience import PATIENCE
 
-from lightning_megatron.cli.data.preprocess import preprocess_command
 from lightning_megatron.data import DataError, IndexedDataset
 from lightning_megatron.data.preprocessing import parts
 from lightning_megatron.data.preprocessing.encode import EncodeOptions, Encoder
@@ -28,6 +27,7 @@ from lightning_megatron.data.preprocessing.textfiles import LineReader, Source
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.files import free_space
 from lightning_megatron.machine.job_environment import own_environment
+from lightning_megatron.tools.cli.data.preprocess import preprocess_command
 
 IDS = TokenizerSpec("NullTokenizer", vocab_size=100)
 LINES = [json.dumps({"text": " ".join(str(n % 100) for n in range(i % 40)), "title": f"{i % 7}"}) for i in range(300)]
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_with_the_parts_that_are_missing(tmp_path: Path) ->
     preprocess([source], tmp_path / "whole", IDS, log=lambda line: None)
     command = ["preprocess", "--input", str(source), "--output-prefix", str(tmp_path / "out"), "--vocab-size", "100"]
     command += ["--tokenizer-type", "NullTokenizer", "--partitions", "20", "--workers", "2", "--log-interval", "1"]
-    line = [sys.executable, "-m", "lightning_megatron.cli.main", *command]
+    line = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *command]
     job = subprocess.Popen(line, stderr=subprocess.PIPE, env=own_environment(OMP_NUM_THREADS="1"), text=True)
     assert job.stderr is not None
     assert any(line.startswith("Processed ") for line in job.stderr), "it ended before it was hit"

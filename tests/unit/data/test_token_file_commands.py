@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_megatron.cli.data.demo import demo_data_command
-from lightning_megatron.cli.data.inspect import inspect_command
-from lightning_megatron.cli.data.merge import merge_command
 from lightning_megatron.data import IndexedDataset, IndexedDatasetWriter, build_gpt_datasets, build_tokenizer
 from lightning_megatron.data import indexed_writer as writing
 from lightning_megatron.data.preprocessing.preprocess import TokenizerSpec, preprocess
 from lightning_megatron.files import free_space
+from lightning_megatron.tools.cli.data.demo import demo_data_command
+from lightning_megatron.tools.cli.data.inspect import inspect_command
+from lightning_megatron.tools.cli.data.merge import merge_command
 
 IDS = TokenizerSpec("NullTokenizer", vocab_size=100)
 TEXTS = [" ".join(str(n % 100) for n in range(i % 9)) for i in range(50)]

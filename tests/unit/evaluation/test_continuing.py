@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.evaluation.continuing import continuations
 from lightning_megatron.models.generate import Sampling
+from lightning_megatron.tools.evaluation.continuing import continuations
 
 
 class Even:

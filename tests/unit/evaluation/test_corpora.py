@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.errors import DataError
-from lightning_megatron.evaluation.corpora import Encoding, Reader
-from lightning_megatron.evaluation.wikitext import without_spacing
+from lightning_megatron.tools.evaluation.corpora import Encoding, Reader
+from lightning_megatron.tools.evaluation.wikitext import without_spacing
 
 
 class Letters:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.evaluation.windows import Window, collate, groups, windows
+from lightning_megatron.tools.evaluation.windows import Window, collate, groups, windows
 
 LENGTHS = st.integers(1, 12)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.from_megatron.deepspeed import HERE, KEYS, NONE
-from lightning_megatron.cli.from_megatron.recipe import Devices, recipe_of
-from lightning_megatron.cli.from_megatron.words import read_words
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.tools.cli.from_megatron.deepspeed import HERE, KEYS, NONE
+from lightning_megatron.tools.cli.from_megatron.recipe import Devices, recipe_of
+from lightning_megatron.tools.cli.from_megatron.words import read_words
 
 LINE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

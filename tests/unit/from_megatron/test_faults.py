@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from lightning_megatron.cli.from_megatron.recipe import Devices, recipe_of
-from lightning_megatron.cli.from_megatron.words import read_words
-from lightning_megatron.cli.main import main
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.tools.cli.from_megatron.recipe import Devices, recipe_of
+from lightning_megatron.tools.cli.from_megatron.words import read_words
+from lightning_megatron.tools.cli.main import main
 
 LINE = {
     "--num-layers": "4", "--hidden-size": "64", "--num-attention-heads": "4", "--seq-length": "32",

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from lightning_megatron import GPTModule, LlamaModule, MegatronStrategy, MixtralModule
-from lightning_megatron.cli.from_megatron.flags import ALWAYS, ONLY, TAKEN, WITHOUT, Flag
-from lightning_megatron.cli.from_megatron.recipe import Devices, recipe_of
-from lightning_megatron.cli.from_megatron.words import read_words
-from lightning_megatron.cli.main import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.lr_schedule import LRSchedule
+from lightning_megatron.tools.cli.from_megatron.flags import ALWAYS, ONLY, TAKEN, WITHOUT, Flag
+from lightning_megatron.tools.cli.from_megatron.recipe import Devices, recipe_of
+from lightning_megatron.tools.cli.from_megatron.words import read_words
+from lightning_megatron.tools.cli.main import main
 
 DOCS = Path(__file__).parents[3] / "docs"
 GPT_345M = """

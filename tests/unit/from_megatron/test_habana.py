@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from lightning_megatron import LlamaModule, MixtralModule
-from lightning_megatron.cli.from_megatron.habana import SCRIPTS, habana_line
-from lightning_megatron.cli.from_megatron.recipe import Devices, recipe_of
-from lightning_megatron.cli.from_megatron.variables import (
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.tools.cli.from_megatron.habana import SCRIPTS, habana_line
+from lightning_megatron.tools.cli.from_megatron.recipe import Devices, recipe_of
+from lightning_megatron.tools.cli.from_megatron.variables import (
     COMPUTED,
     FLAGS,
     HERE,
@@ -20,11 +21,10 @@ from lightning_megatron.cli.from_megatron.variables import (
     WITH_BINS,
     WITH_FP8,
 )
-from lightning_megatron.cli.from_megatron.words import read_words
-from lightning_megatron.cli.main import main
-from lightning_megatron.errors import ConfigError
-from lightning_megatron.recipes.contents import contents_of
-from lightning_megatron.recipes.names import recipe_files
+from lightning_megatron.tools.cli.from_megatron.words import read_words
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.recipes.contents import contents_of
+from lightning_megatron.tools.recipes.names import recipe_files
 
 VOCABULARY = {"2": 32000, "3.1": 128256}
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from custom_resources import faults
 
-from lightning_megatron.cli.main import main
+from lightning_megatron.tools.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("PyTorchJob", "MPIJob")

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron.cli.launch.recipe import read_job, refuse_unknown_partition
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.launching.cluster import Cluster, SlurmSection, cluster_of
+from lightning_megatron.tools.cli.launch.recipe import read_job, refuse_unknown_partition
+from lightning_megatron.tools.launching.cluster import Cluster, SlurmSection, cluster_of
 
 ROOT = Path(__file__).parents[3]
-LLAMA = str(ROOT / "lightning_megatron" / "recipes" / "llama3.1-8b.yaml")
+LLAMA = str(ROOT / "lightning_megatron" / "tools" / "recipes" / "llama3.1-8b.yaml")
 
 
 def faults(section: object, **variables: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from printed import KINDS, ROOT, is_manifest, launched, section
 
-RECIPE = ROOT / "lightning_megatron" / "recipes" / "llama-tiny.yaml"
+RECIPE = ROOT / "lightning_megatron" / "tools" / "recipes" / "llama-tiny.yaml"
 HOW = ("--launcher", "kubernetes", "--dry-run")
 TAINT = {"key": "gaudi", "operator": "Equal", "value": "yes", "effect": "NoSchedule", "tolerationSeconds": 60}
 ANTI = {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "kubernetes.io/hostname"}]}

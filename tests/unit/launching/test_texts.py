@@ -17,8 +17,8 @@ import yaml
 from custom_resources import faults
 from printed import KINDS, ROOT, is_manifest, launched, run_script, section
 
-from lightning_megatron.recipes.contents import contents_of
-from lightning_megatron.recipes.names import recipe_files, recipe_names
+from lightning_megatron.tools.recipes.contents import contents_of
+from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 EXAMPLES = ROOT / "examples"
 MADE_BY = re.compile(r"^# Made by: lightning-megatron (.*)$", re.MULTILINE)
@@ -96,7 +96,7 @@ def test_sizes_and_places_of_the_environment_reach_the_run(tmp_path: Path) -> No
         "--container-image=image.sqsh",
         f"--container-mounts={ROOT}:{ROOT}",
         f"--container-workdir={ROOT}",
-        *("python3.11", "-m", "lightning_megatron.cli.main", "fit", "--config", "a.yaml", "--config", "b.yaml"),
+        *("python3.11", "-m", "lightning_megatron.tools.cli.main", "fit", "--config", "a.yaml", "--config", "b.yaml"),
         *("--ckpt_path", "last", "--trainer.num_nodes", "2", "--trainer.devices", "4", "--data.data_path", "/data/x"),
         *("--trainer.strategy.tp", "4", "--trainer.strategy.micro_batch_size", "2", "--trainer.max_steps", "5"),
     ]

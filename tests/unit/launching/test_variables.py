@@ -14,7 +14,7 @@ from printed import KINDS, ROOT, launched, run_script, section
 
 from lightning_megatron import MegatronDataModule, MegatronStrategy
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.launching.job import LAYOUT_SIZES, MODEL_SIZES, OPTIONS
+from lightning_megatron.tools.launching.job import LAYOUT_SIZES, MODEL_SIZES, OPTIONS
 
 TABLE = (ROOT / "docs" / "clusters.md").read_text().partition("## Sizes from the environment")[2].partition("```")[0]
 ROWS = [line.split(" | ", 1) for line in TABLE.splitlines() if line.startswith("| `")]

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from lightning_megatron import device as devices
-from lightning_megatron.cli.doctor.findings import bridge_import as bridge_findings
-from lightning_megatron.cli.doctor.findings import findings
-from lightning_megatron.cli.doctor.findings import visible_modules_setting as module_findings
 from lightning_megatron.device.hpu_bridge import missing
 from lightning_megatron.machine import container, gaudi, host
 from lightning_megatron.machine.finding import Finding
 from lightning_megatron.machine.job_environment import own_environment
+from lightning_megatron.tools.cli.doctor.findings import bridge_import as bridge_findings
+from lightning_megatron.tools.cli.doctor.findings import findings
+from lightning_megatron.tools.cli.doctor.findings import visible_modules_setting as module_findings
 
 SHARING = "PT_HPU_WEIGHT_SHARING"
 
@@ -152,7 +152,7 @@ def test_torch_is_imported_without_the_bridge_and_children_with_it() -> None:
 def test_the_doctor_imports_torch_where_the_bridge_would_end_that(tmp_path: Path) -> None:
     said = "import os; raise RuntimeError('autoload ' + os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD', '1'))"
     (tmp_path / "torch.py").write_text(said)
-    words = [sys.executable, "-m", "lightning_megatron.cli.main", "doctor"]
+    words = [sys.executable, "-m", "lightning_megatron.tools.cli.main", "doctor"]
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     env = own_environment(PYTHONPATH=path)
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -364,7 +364,7 @@ def test_many_ranks_need_many_files(soft: int, hard: int, ranks: int, expected: 
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_megatron.cli.main import main
+    from lightning_megatron.tools.cli.main import main
 
     assert main(["doctor", "--json"]) == 0
     found = {row["subject"]: row for row in json.loads(capsys.readouterr().out)}

@@ -12,11 +12,11 @@ import pytest
 from patience import PATIENCE
 from torch import Tensor
 
-from lightning_megatron.cli.doctor.op_trials import op_trials
-from lightning_megatron.cli.doctor.trials import one_by_one, together
 from lightning_megatron.machine.finding import Finding
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.testing import hpu
+from lightning_megatron.tools.cli.doctor.op_trials import op_trials
+from lightning_megatron.tools.cli.doctor.trials import one_by_one, together
 
 pytestmark = pytest.mark.slow
 WORDS = ["--device", "hpu", "--tokens", "16"]
@@ -87,7 +87,7 @@ def test_a_bridge_that_cannot_be_imported_ends_the_trials(simulate, tmp_path: Pa
 
 def bridge_by_doctor(environment: dict[str, str]) -> dict[str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_megatron.cli.main", "doctor", "--json"],
+        [sys.executable, "-m", "lightning_megatron.tools.cli.main", "doctor", "--json"],
         env=own_environment(**environment),
         capture_output=True,
         text=True,
@@ -121,7 +121,16 @@ def command(folder: Path, *words: str, **environment: str) -> tuple[int, dict[st
     """Exit status and report of the command."""
     report = folder / "report.json"
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_megatron.cli.main", "doctor", "--device", "--report", str(report), *words],
+        [
+            sys.executable,
+            "-m",
+            "lightning_megatron.tools.cli.main",
+            "doctor",
+            "--device",
+            "--report",
+            str(report),
+            *words,
+        ],
         env=own_environment(**environment),
         capture_output=True,
         text=True,
@@ -155,7 +164,7 @@ def test_a_machine_without_accelerator_says_that_it_tries_the_cpu(tmp_path: Path
 def test_differences_are_found() -> None:
     import torch
 
-    from lightning_megatron.cli.doctor.op_trials import _differences
+    from lightning_megatron.tools.cli.doctor.op_trials import _differences
 
     def faults_of(ours: Tensor) -> list[str]:
         return list(_differences("output", ours, right, 0.99))

@@ -18,7 +18,7 @@ from lightning_megatron.lightning.validation.slow import warn_of_slow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.layer import MoELayer
 
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "recipes"
+RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 CONFIG = TransformerConfig(
     1, 16, 2, 32, 16, ffn_hidden_size=16, add_bias_linear=False, activation="swiglu", num_experts=4
 )

@@ -13,7 +13,6 @@ from tiny import tiny_llama
 from torch import Tensor
 
 from lightning_megatron import MegatronStrategy, ParallelLayout, TransformerConfig
-from lightning_megatron.cli.main import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
@@ -23,6 +22,7 @@ from lightning_megatron.ops.implementation import Implementation, Op
 from lightning_megatron.ops.norm import rms_norm, rms_norm_cpu, rms_norm_reference
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, parse_op_modes
 from lightning_megatron.testing.parity import assert_same
+from lightning_megatron.tools.cli.main import main
 
 TINY = tiny_llama(hidden_size=16, ffn_hidden_size=32)
 

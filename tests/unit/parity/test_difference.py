@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron.parity.difference import Difference, Output, Step, first_difference, not_compared
+from lightning_megatron.tools.parity.difference import Difference, Output, Step, first_difference, not_compared
 
 STEP = Step(
     loss=6.0,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.parity.record import Sums, outputs_of
+from lightning_megatron.tools.parity.record import Sums, outputs_of
 
 
 def sums(output: Tensor) -> Sums:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron.cli.recipes.job import Given, read_recipe
-from lightning_megatron.cli.recipes.words import config_words
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.parity.scaled import MOST, at_most
-from lightning_megatron.recipes.environment import OUTPUT
-from lightning_megatron.recipes.names import recipe_files, recipe_names
+from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
+from lightning_megatron.tools.cli.recipes.words import config_words
+from lightning_megatron.tools.parity.scaled import MOST, at_most
+from lightning_megatron.tools.recipes.environment import OUTPUT
+from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 ENCODERS = ("bert", "t5")
 AXES = ("tp", "pp", "cp", "dp")

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron.cli.recipes.job import Given, read_recipe
-from lightning_megatron.cli.trials.parity import other_layout
 from lightning_megatron.config.layout import BatchShape, ParallelLayout
 from lightning_megatron.models.presets import PRESETS
-from lightning_megatron.parity.recipe import Settings, in_layout, twin_recipe
-from lightning_megatron.parity.twin import twin_config, twin_layout, twin_micro_batches, twin_seq_length
-from lightning_megatron.recipes.contents import contents_of
-from lightning_megatron.recipes.names import recipe_files, recipe_names
+from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
+from lightning_megatron.tools.cli.trials.parity import other_layout
+from lightning_megatron.tools.parity.recipe import Settings, in_layout, twin_recipe
+from lightning_megatron.tools.parity.twin import twin_config, twin_layout, twin_micro_batches, twin_seq_length
+from lightning_megatron.tools.recipes.contents import contents_of
+from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 ENCODERS = ("bert", "t5")  # `plan` has no formulas for them, and parity reads recipes as it does
 RECIPES = [name for name in recipe_names() if not name.startswith(ENCODERS)]

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from lightning_megatron.cli.main import main
-from lightning_megatron.cli.schedule import parse_costs, schedule_command
 from lightning_megatron.pipeline.schedule import interleaved, zero_bubble
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.cli.schedule import parse_costs, schedule_command
 from tests.schedules import parse_schedule
 
 
@@ -36,7 +36,12 @@ def test_schedules_are_compared_for_one_model(capsys) -> None:
 
 
 def test_nobody_reads_to_the_end() -> None:
-    words = [sys.executable, "-m", "lightning_megatron.cli.main", *["schedule", "--pp", "4", "--micro-batches", "4"]]
+    words = [
+        sys.executable,
+        "-m",
+        "lightning_megatron.tools.cli.main",
+        *["schedule", "--pp", "4", "--micro-batches", "4"],
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stderr is not None

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.calibration.processes import calibrate, device_spec
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.device import KINDS
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.core.device_file import load_device, read_device
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.time.step import time_of
+from lightning_megatron.tools.calibration.processes import calibrate, device_spec
+from lightning_megatron.tools.planning.core.device_file import load_device, read_device
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.time.step import time_of
 
 
 def found(rate: float, name: str = "CPU", speed: float = 1.0) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.lightning.monitoring.memory_prediction import MemoryPrediction
-from lightning_megatron.lightning.validation.memory import MemoryLimit, memory_problem
+from lightning_megatron.lightning.validation.memory import UNKNOWN, MemoryLimit
 from lightning_megatron.mesh import axis_groups
-from lightning_megatron.planning.core.communicators import num_communicators
-from lightning_megatron.planning.core.device_file import load_device
-from lightning_megatron.planning.plan import plan_of
-from lightning_megatron.planning.settings import Feed, job_of
+from lightning_megatron.tools.forecast import Forecast
+from lightning_megatron.tools.planning.core.communicators import num_communicators
+from lightning_megatron.tools.planning.core.device_file import load_device
+from lightning_megatron.tools.planning.plan import plan_of
+from lightning_megatron.tools.planning.settings import Feed, job_of
 from tests.tiny import tiny_llama
 
 TABLE: dict[str, tuple[int, dict[str, Any], int, int]] = {
@@ -53,14 +53,14 @@ def test_a_plan_and_the_check_before_a_run_count_their_memory() -> None:
     assert plan.limit == limit - plan.communicator_bytes
     assert plan_of(job, limit, load_device("gaudi2"), timed=False).communicator_bytes == 0
     assert plan_of(job, limit, replace(h100, communicator_bytes=1 << 30), timed=False).fits is False
-    assert not memory_problem(job, MemoryLimit(limit, "NVIDIA H100 80GB HBM3"))
-    (problem,) = memory_problem(job, MemoryLimit(2 << 30, "NVIDIA H100 80GB HBM3"))
+    assert not Forecast(job, MemoryLimit(limit, "NVIDIA H100 80GB HBM3")).problems()
+    (problem,) = Forecast(job, MemoryLimit(2 << 30, "NVIDIA H100 80GB HBM3")).problems()
     assert "6 communicators take 3" in str(problem.reason)
 
 
 def test_memory_beside_tensors_is_logged_once_on_cuda(caplog: pytest.LogCaptureFixture) -> None:
     counters = {"mem_get_info": (70 << 30, 80 << 30), "memory_reserved": 6 << 30}
-    prediction = MemoryPrediction()
+    prediction = Forecast(None, UNKNOWN)
     patched: dict[str, Any] = {name: lambda _, told=value: told for name, value in counters.items()}
     with mock.patch.multiple(torch.cuda, **patched), caplog.at_level(logging.INFO):
         for step in (1, 2, 3):

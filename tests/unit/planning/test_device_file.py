@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.planning.core.device_file import DTYPES, FOLDER, device_names, load_device, read_device
+from lightning_megatron.tools.planning.core.device_file import DTYPES, FOLDER, device_names, load_device, read_device
 
 NAMES = ("a100-40", "a100-80", "b200", "cpu", "gaudi2", "gaudi3", "gb200", "h100", "h200")
 

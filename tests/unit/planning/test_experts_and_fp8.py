@@ -11,12 +11,12 @@ from lightning_megatron.config.moe import MoEConfig
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import preset
 from lightning_megatron.moe.capacity_bins import CapacityBins
-from lightning_megatron.planning.core.device_file import load_device
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.memory.causes import COMMON, REST, WORK, by_common_cause
-from lightning_megatron.planning.memory.formulas import FP8
-from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.planning.time.step import time_of
+from lightning_megatron.tools.planning.core.device_file import load_device
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.memory.causes import COMMON, REST, WORK, by_common_cause
+from lightning_megatron.tools.planning.memory.formulas import FP8
+from lightning_megatron.tools.planning.memory.peak import memory_of
+from lightning_megatron.tools.planning.time.step import time_of
 
 
 @pytest.mark.parametrize("imbalance", [1.0, 1.3, 4.0])

@@ -14,10 +14,10 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.memory.peak import memory_of
-from lightning_megatron.planning.memory.shapes import HOST
-from lightning_megatron.rehearsal.rehearse import rehearse_job
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.memory.peak import memory_of
+from lightning_megatron.tools.planning.memory.shapes import HOST
+from lightning_megatron.tools.rehearsal.rehearse import rehearse_job
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.pipeline.simulate import Costs, ideal_bubble, simulate
-from lightning_megatron.planning.time.pipeline import StageCosts, pipeline_seconds
+from lightning_megatron.tools.planning.time.pipeline import StageCosts, pipeline_seconds
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2)]
 

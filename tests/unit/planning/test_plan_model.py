@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.recipes.model import model_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.models.presets import preset
+from lightning_megatron.tools.cli.recipes.model import model_of
 
 LLAMA = {
     "model_type": "llama",

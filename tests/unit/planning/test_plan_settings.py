@@ -19,14 +19,14 @@ from lightning_megatron import (
     MixtralModule,
     T5Module,
 )
-from lightning_megatron.cli.plan.text import recipe_text
-from lightning_megatron.cli.recipes.job import STRATEGIES, Given, read_recipe
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.settings import Feed, job_of, strategy_arguments
-from lightning_megatron.recipes.contents import merged
-from lightning_megatron.recipes.names import recipe_files, recipe_names
+from lightning_megatron.tools.cli.plan.text import recipe_text
+from lightning_megatron.tools.cli.recipes.job import STRATEGIES, Given, read_recipe
+from lightning_megatron.tools.planning.settings import Feed, job_of, strategy_arguments
+from lightning_megatron.tools.recipes.contents import merged
+from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 NAMES = recipe_names()
 UNPLANNED = {"bert": "decoders alone", "t5": "decoders alone"}

@@ -8,7 +8,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.core.job import PlannedJob
 
 
 def test_sizes_of_a_step():

@@ -12,12 +12,12 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.models.presets import preset
 from lightning_megatron.pipeline.schedule import build_schedule, schedule_problems
 from lightning_megatron.pipeline.simulate import peak_activations
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.memory.peak import memory_of, most_loaded_ranks, worst_memory
-from lightning_megatron.planning.memory.shapes import shapes_of
-from lightning_megatron.planning.memory.stage import stage_bytes
-from lightning_megatron.planning.memory.steps import moments_of
 from lightning_megatron.stage import StageLayers
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.memory.peak import memory_of, most_loaded_ranks, worst_memory
+from lightning_megatron.tools.planning.memory.shapes import shapes_of
+from lightning_megatron.tools.planning.memory.stage import stage_bytes
+from lightning_megatron.tools.planning.memory.steps import moments_of
 
 S, B, H = 2048, 2, 4096
 GPT = TransformerConfig(4, H, 32, 51200, S, tie_embeddings=False)

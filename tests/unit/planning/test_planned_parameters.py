@@ -11,9 +11,9 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_specs
 from lightning_megatron.models.presets import PRESETS, preset
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.core.parameters import PlannedParameter, rank_parameters
-from lightning_megatron.planning.memory.states import buffer_sizes, state_bytes
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.core.parameters import PlannedParameter, rank_parameters
+from lightning_megatron.tools.planning.memory.states import buffer_sizes, state_bytes
 
 PLANNED = [name for name, each in PRESETS.items() if type(each) is TransformerConfig]
 

@@ -12,9 +12,9 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.ops.blockwise_attention import attention_forward
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.memory.core_attention import core_of
-from lightning_megatron.planning.memory.shapes import ACCELERATOR, ADDING, HOST, Kernels, shapes_of
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.memory.core_attention import core_of
+from lightning_megatron.tools.planning.memory.shapes import ACCELERATOR, ADDING, HOST, Kernels, shapes_of
 
 HEADS, FEATURES = 16, 64
 LAYOUT = ParallelLayout().resolve(1)

@@ -18,7 +18,7 @@ def test_no_module_of_the_planner_loads_torch():
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in sorted((PACKAGE / "planning").rglob("*.py"))
     ]
-    assert "lightning_megatron.planning.core.job" in names
+    assert "lightning_megatron.tools.planning.core.job" in names
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
     code += "assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)

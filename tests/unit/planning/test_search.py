@@ -11,15 +11,15 @@ import pytest
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.bound import Bound
-from lightning_megatron.planning.candidates import job_of_candidate, layout_candidates, with_fewer_layers
-from lightning_megatron.planning.core.device_file import load_device
-from lightning_megatron.planning.plan import plan_of
-from lightning_megatron.planning.request import PlanRequest
-from lightning_megatron.planning.search import search, step_seconds
-from lightning_megatron.planning.settings import Feed, job_of
-from lightning_megatron.planning.time.step import time_of
-from lightning_megatron.planning.ways_out import ways_out
+from lightning_megatron.tools.planning.bound import Bound
+from lightning_megatron.tools.planning.candidates import job_of_candidate, layout_candidates, with_fewer_layers
+from lightning_megatron.tools.planning.core.device_file import load_device
+from lightning_megatron.tools.planning.plan import plan_of
+from lightning_megatron.tools.planning.request import PlanRequest
+from lightning_megatron.tools.planning.search import search, step_seconds
+from lightning_megatron.tools.planning.settings import Feed, job_of
+from lightning_megatron.tools.planning.time.step import time_of
+from lightning_megatron.tools.planning.ways_out import ways_out
 
 GIB = 2**30
 

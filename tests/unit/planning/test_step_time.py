@@ -11,15 +11,20 @@ from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.mesh import axis_groups
 from lightning_megatron.models.presets import preset
-from lightning_megatron.planning.core.device_file import Efficiency, load_device
-from lightning_megatron.planning.core.job import PlannedJob
-from lightning_megatron.planning.plan import plan_of
-from lightning_megatron.planning.time.communication import Group, Groups, layer_communication, repeated_communication
-from lightning_megatron.planning.time.compute import joined_tokens, layer_work, output_layer
-from lightning_megatron.planning.time.optimizer import dense_parameters, expert_parameters, optimizer_seconds
-from lightning_megatron.planning.time.sizes import Sizes
-from lightning_megatron.planning.time.software import Software, software_of
-from lightning_megatron.planning.time.step import time_of
+from lightning_megatron.tools.planning.core.device_file import Efficiency, load_device
+from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.plan import plan_of
+from lightning_megatron.tools.planning.time.communication import (
+    Group,
+    Groups,
+    layer_communication,
+    repeated_communication,
+)
+from lightning_megatron.tools.planning.time.compute import joined_tokens, layer_work, output_layer
+from lightning_megatron.tools.planning.time.optimizer import dense_parameters, expert_parameters, optimizer_seconds
+from lightning_megatron.tools.planning.time.sizes import Sizes
+from lightning_megatron.tools.planning.time.software import Software, software_of
+from lightning_megatron.tools.planning.time.step import time_of
 
 H100 = load_device("h100")
 EAGER, COMPILED = software_of(H100), software_of(H100, compiled=True)

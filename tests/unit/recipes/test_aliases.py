@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.cli.main import main
-from lightning_megatron.cli.recipes.words import config_words
 from lightning_megatron.data.blend_file import read_blend
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.files.small import read_yaml
-from lightning_megatron.recipes.contents import contents_of
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.cli.recipes.words import config_words
+from lightning_megatron.tools.recipes.contents import contents_of
 
 LISTS = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
 MAPPINGS = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 25))

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_megatron.cli.main import main
-from lightning_megatron.cli.recipes.command import summary_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.presets import PRESETS
-from lightning_megatron.recipes.contents import contents_of
-from lightning_megatron.recipes.names import files_of, is_file, recipe_files, recipe_names
+from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.cli.recipes.command import summary_of
+from lightning_megatron.tools.recipes.contents import contents_of
+from lightning_megatron.tools.recipes.names import files_of, is_file, recipe_files, recipe_names
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "lightning_megatron" / "recipes"
+FOLDER = ROOT / "lightning_megatron" / "tools" / "recipes"
 
 
 def test_every_file_has_a_name_and_every_name_its_files() -> None:
@@ -83,6 +83,6 @@ def test_recipes_are_in_what_is_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "--quiet", *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    installed = tmp_path / "lib" / "lightning_megatron" / "recipes"
+    installed = tmp_path / "lib" / "lightning_megatron" / "tools" / "recipes"
     found = {str(path.relative_to(installed)) for path in installed.rglob("*.yaml")}
     assert found == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")}

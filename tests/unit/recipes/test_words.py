@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron.cli.recipes.options import with_environment
-from lightning_megatron.cli.recipes.words import config_words
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.datamodules.bert_data import BertDataModule
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
 from lightning_megatron.lightning.datamodules.t5_data import T5DataModule
-from lightning_megatron.recipes.contents import contents_of
-from lightning_megatron.recipes.environment import DATA, OUTPUT, changes_of
-from lightning_megatron.recipes.names import recipe_files
+from lightning_megatron.tools.cli.recipes.options import with_environment
+from lightning_megatron.tools.cli.recipes.words import config_words
+from lightning_megatron.tools.recipes.contents import contents_of
+from lightning_megatron.tools.recipes.environment import DATA, OUTPUT, changes_of
+from lightning_megatron.tools.recipes.names import recipe_files
 
 DATA_PATH = "LIGHTNING_MEGATRON_DATA_PATH"
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli.main import main
 from lightning_megatron.machine.transport import is_lost_connection
 from lightning_megatron.recorder.call import Call, PeerLostError
 from lightning_megatron.recorder.diagnosis import describe_actions
@@ -33,6 +32,7 @@ from lightning_megatron.recorder.reading import (
 )
 from lightning_megatron.recorder.recorder import Recorder, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
+from lightning_megatron.tools.cli.main import main
 from tests.forked import forked
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape, calls_go_to
-from lightning_megatron.rehearsal.known_calls import KnownCalls
-from lightning_megatron.rehearsal.torch_private import FakeTensorMode
-from lightning_megatron.rehearsal.tracker import StorageTracker
-from lightning_megatron.rehearsal.values import KnownValues
+from lightning_megatron.tools.rehearsal.known_calls import KnownCalls
+from lightning_megatron.tools.rehearsal.torch_private import FakeTensorMode
+from lightning_megatron.tools.rehearsal.tracker import StorageTracker
+from lightning_megatron.tools.rehearsal.values import KnownValues
 
 
 class Pair(NamedTuple):

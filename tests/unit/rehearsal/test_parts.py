@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.pipeline.schedule import build_schedule
-from lightning_megatron.rehearsal.cut import enough_micro_batches, most_in_flight
-from lightning_megatron.rehearsal.errors import RehearsalError
-from lightning_megatron.rehearsal.routing import routed_choices
-from lightning_megatron.rehearsal.torch_private import (
+from lightning_megatron.tools.rehearsal.cut import enough_micro_batches, most_in_flight
+from lightning_megatron.tools.rehearsal.errors import RehearsalError
+from lightning_megatron.tools.rehearsal.routing import routed_choices
+from lightning_megatron.tools.rehearsal.torch_private import (
     FAKE_BACKEND,
     ITEM,
     FakeStore,
@@ -21,9 +21,9 @@ from lightning_megatron.rehearsal.torch_private import (
     signature_of,
     without_fake_tensors,
 )
-from lightning_megatron.rehearsal.tracker import StorageTracker, _sent_nothing
-from lightning_megatron.rehearsal.values import KnownValues
-from lightning_megatron.rehearsal.world import FakeWorld
+from lightning_megatron.tools.rehearsal.tracker import StorageTracker, _sent_nothing
+from lightning_megatron.tools.rehearsal.values import KnownValues
+from lightning_megatron.tools.rehearsal.world import FakeWorld
 
 
 class Nowhere:

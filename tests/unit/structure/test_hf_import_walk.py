@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import lightning_megatron.lightning.pretrained.convert  # noqa: F401 - or its imports would be among the calls
-from lightning_megatron.cli.convert import convert_command
+from lightning_megatron.tools.cli.convert import convert_command
 from tests.walks import PACKAGE, profiled, steps_of
 
 CONFIG = {"model_type": "llama", "vocab_size": 7, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
@@ -29,7 +29,7 @@ OF_THE_CONFIGURATION |= {f"config/hugging_face/{name}.py" for name in ("family",
 OF_THE_CONFIGURATION |= {f"config/{name}.py" for name in ("reader", "transformer", "attention", "moe", "rope_scaling")}
 OF_THE_CONFIGURATION |= {"arguments.py", "errors.py"}
 BESIDE_THE_TENSOR = {
-    "cli/common.py": "ends by signal",
+    "tools/cli/common.py": "ends by signal",
     "files/small.py": "reads JSON",
     "checkpoint/formats/hf/settings.py": "special tokens and generation",
     "lightning/pretrained/imported_run.py": "Lightning's dictionary",

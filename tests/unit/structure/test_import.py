@@ -35,7 +35,7 @@ def test_a_type_checker_sees_the_names_that_an_importer_gets(package: Any) -> No
         "import lightning_megatron.data.preprocessing.preprocess, lightning_megatron.data.indexed_writer",
         "from lightning_megatron.data import IndexedDataset, build_tokenizer",
         *(
-            f"from lightning_megatron.cli.main import main; main(['{command}', '--help'])"
+            f"from lightning_megatron.tools.cli.main import main; main(['{command}', '--help'])"
             for command in (
                 "convert",
                 "evaluate",
@@ -48,7 +48,7 @@ def test_a_type_checker_sees_the_names_that_an_importer_gets(package: Any) -> No
                 "why",
             )
         ),
-        "from lightning_megatron.cli.main import main; main(['schedule', '--pp', '4', '--micro-batches', '8'])",
+        "from lightning_megatron.tools.cli.main import main; main(['schedule', '--pp', '4', '--micro-batches', '8'])",
     ],
 )
 def test_what_needs_no_torch_does_not_wait_for_it(code: str) -> None:
@@ -91,7 +91,7 @@ LOADED = {
 def test_what_a_command_imports_of_the_packages_that_take_long(words: str) -> None:
     done = run(f"""if True:
         import sys
-        from lightning_megatron.cli.main import main
+        from lightning_megatron.tools.cli.main import main
         main({words.split()})
         print("LOADED", *[name for name in {HEAVY} if name in sys.modules])
     """)
@@ -147,7 +147,7 @@ def test_commands_that_need_no_lightning_do_not_wait_for_it(absent: str) -> None
     done = run(f"""if True:
         import sys
         sys.modules[{absent!r}] = None
-        from lightning_megatron.cli.main import main
+        from lightning_megatron.tools.cli.main import main
         for words in {LIGHT[absent]}:
             print(main(words.split()))
     """)

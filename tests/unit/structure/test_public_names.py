@@ -55,7 +55,7 @@ def test_entries_can_be_kept() -> None:
     [
         ("lightning_megatron.Throughput", "0.3.1", "0.3.9", "goes in the minor release that warns first"),
         ("lightning_megatron.Throughput", "0.1.0", "0.2.0", "was to go with 0.2.0"),
-        ("lightning_megatron.cli", "0.3.0", "0.4.0", "lightning_megatron.cli is not public"),
+        ("lightning_megatron.tools.cli", "0.3.0", "0.4.0", "lightning_megatron.tools.cli is not public"),
     ],
 )
 def test_entries_that_cannot_be_kept(replacement: str, since: str, until: str, text: str) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_megatron import TransformerConfig
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.formats.megatron import open_megatron
-from lightning_megatron.cli.convert import convert_command
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.modules.load_module import load_module
 from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
+from lightning_megatron.tools.cli.convert import convert_command
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint import verify
-from lightning_megatron.cli.convert import convert_command
 from lightning_megatron.lightning.modules.load_module import load_module
 from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
+from lightning_megatron.tools.cli.convert import convert_command
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron.zip"
 KINDS = ("gpt", "llama", "mixtral")

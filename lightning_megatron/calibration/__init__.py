@@ -1,5 +1,0 @@
-"""Measured rates of the device at hand, as a device file for ``planning``."""
-
-from lightning_megatron.calibration.processes import calibrate
-
-__all__ = ["calibrate"]
