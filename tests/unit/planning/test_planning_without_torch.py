@@ -16,7 +16,7 @@ PACKAGE = Path(lightning_megatron.__file__).parent
 def test_no_module_of_the_planner_loads_torch():
     names = [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in sorted((PACKAGE / "planning").rglob("*.py"))
+        for path in sorted((PACKAGE / "tools" / "planning").rglob("*.py"))
     ]
     assert "lightning_megatron.tools.planning.core.job" in names
     code = f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
