@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+import simulated_gaudi as hpu
+
+from lightning_megatron.device import CPU, HPU
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.block_graphs import CASES, PARTS, count
 from lightning_megatron.testing.workers import WorkerPool
 
@@ -40,7 +42,7 @@ def main() -> None:
     if not args.cpu:
         hpu.enable("1.24")
     print(f"| graphs / breaks | {' | '.join(PARTS)} |\n|---|{'---|' * len(PARTS)}")
-    with WorkerPool(2, timeout=600) as pool:
+    with WorkerPool(2, timeout=600, kind=CPU if args.cpu else HPU) as pool:
         for line in rows("cpu" if args.cpu else "hpu", pool):
             print(line, flush=True)
 
