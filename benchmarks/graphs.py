@@ -4,7 +4,8 @@
     python benchmarks/graphs.py --cpu    # collectives may be in graphs, as on CPUs and CUDA devices
 
 Gaudi's software disallows collectives in graphs when it is imported, and so does the simulation. Prints a Markdown
-table, and the reasons for breaks as comments. Needs a build of torch for CPUs.
+table, and the reasons for breaks as comments. Needs a build of torch for CPUs, and the simulation
+(``pip install -e tests/simulated-gaudi``).
 """
 
 from __future__ import annotations
