@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
+SIMULATION := tests/simulated-gaudi
 READY  := $(VENV)/ready
 # Versions of the tools that judge and of what numbers are compared with; none for the newest.
 VERSIONS ?= .ci/versions.txt
@@ -37,7 +38,7 @@ TESTS   := $(BIN)/python -m pytest $(SHARED)
 GATE      := $(BIN)/python tests/second_look.py $(SHARED) --timeout 300 --dearest 10
 PROFILE   ?= 1.24
 PRODUCT   ?= GAUDI2
-GAUDI     := -p lightning_megatron.testing.hpu.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT)
+GAUDI     := -p simulated_gaudi.plugin --hpu-sim $(PROFILE) --hpu-sim-device $(PRODUCT)
 ON_GAUDI  := tests/device/ tests/acceptance/ $(addprefix tests/trainer/,parity/ resume/ training/)
 SIMULATES := import torch; raise SystemExit(torch.version.cuda is not None)
 
@@ -97,12 +98,12 @@ test-habana: $(HABANA)/ready
 	$(HABANA)/bin/python -m pytest $(GAUDI) -rs tests/device/test_lightning_habana.py $(PYTEST) | tee $(HABANA)/log
 	@grep -q "1 passed" $(HABANA)/log
 
-$(HABANA)/ready: setup.cfg pyproject.toml
+$(HABANA)/ready: setup.cfg pyproject.toml $(SIMULATION)/pyproject.toml
 	@echo "$(HABANA): installing lightning-habana and Lightning 2.5.5"
 	@rm -rf $(HABANA)
 	@$(PYTHON) -m venv $(HABANA)
 	@$(HABANA)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install $(TORCH)
-	@$(HABANA)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install --editable '.[dev]' lightning==2.5.5 lightning-habana==1.6.0
+	@$(HABANA)/bin/python -m pip $(PIP_QUIET) --disable-pip-version-check install $(OURS) lightning==2.5.5 lightning-habana==1.6.0
 	@touch $@
 
 # Lightning's own tests, as they are and with our strategy, from a checkout of its repository (docs/lightning-suite.md).
@@ -134,7 +135,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 
 types: $(READY)
-	$(BIN)/mypy $(wildcard lightning_megatron examples benchmarks)
+	$(BIN)/mypy $(wildcard lightning_megatron examples benchmarks $(SIMULATION))
 
 clean:
 	rm -rf $(VENV) $(STREAMING) $(HABANA) .demo
@@ -144,9 +145,10 @@ HAS_ACCELERATOR := from runpy import run_path; \
 
 # By content: a checkout changes times. An environment that an interrupted run has left, or one of other requirements, is
 # completed.
-NEEDED := setup.cfg pyproject.toml $(VERSIONS)
+NEEDED := setup.cfg pyproject.toml $(SIMULATION)/pyproject.toml $(VERSIONS)
 SUM    := $(shell cat $(NEEDED) | cksum)
 ITS_PYTHON := import sys; print(sys.version)
+OURS := --editable '.[dev]' --editable $(SIMULATION)
 
 $(READY): $(NEEDED)
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(SUM)" ]; then \
@@ -160,7 +162,7 @@ $(READY): $(NEEDED)
 			$(PYTHON) -m venv $$clear $(VENV) && \
 			echo "$(VENV), step 2 of 3: installing $(TORCH), the largest download" && $(PIP) install '$(TORCH)'; \
 		fi && echo "$(VENV), step 3 of 3: installing the package and about 140 others, for itself, its tests and checks" && \
-		{ $(PIP) install $(if $(VERSIONS),--constraint $(VERSIONS)) --editable '.[dev]' || \
-			{ echo "not as in $(VERSIONS): with other versions"; $(PIP) install --editable '.[dev]'; }; } && \
+		{ $(PIP) install $(if $(VERSIONS),--constraint $(VERSIONS)) $(OURS) || \
+			{ echo "not as in $(VERSIONS): with other versions"; $(PIP) install $(OURS); }; } && \
 		echo "$(VENV): complete"; \
 	fi && echo "$(SUM)" > $@

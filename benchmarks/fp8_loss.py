@@ -14,12 +14,11 @@ import argparse
 import math
 from typing import Any
 
+import simulated_gaudi as hpu
 import torch
 from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader
-
-from lightning_megatron.testing import hpu
 
 VOCABULARY, LENGTH, BATCH = 512, 32, 8
 WEIGHTS = torch.tensor([0.5, 0.25, 0.15, 0.1])

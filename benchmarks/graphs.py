@@ -4,7 +4,8 @@
     python benchmarks/graphs.py --cpu    # collectives may be in graphs, as on CPUs and CUDA devices
 
 Gaudi's software disallows collectives in graphs when it is imported, and so does the simulation. Prints a Markdown
-table, and the reasons for breaks as comments. Needs a build of torch for CPUs.
+table, and the reasons for breaks as comments. Needs a build of torch for CPUs, and the simulation
+(``pip install -e tests/simulated-gaudi``).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+import simulated_gaudi as hpu
+
+from lightning_megatron.device import CPU, HPU
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.block_graphs import CASES, PARTS, count
 from lightning_megatron.testing.workers import WorkerPool
 
@@ -40,7 +43,7 @@ def main() -> None:
     if not args.cpu:
         hpu.enable("1.24")
     print(f"| graphs / breaks | {' | '.join(PARTS)} |\n|---|{'---|' * len(PARTS)}")
-    with WorkerPool(2, timeout=600) as pool:
+    with WorkerPool(2, timeout=600, kind=CPU if args.cpu else HPU) as pool:
         for line in rows("cpu" if args.cpu else "hpu", pool):
             print(line, flush=True)
 

@@ -59,10 +59,10 @@ blank lines.
 
 
 def house_of(path: Path) -> str:
-    """House of a file of the package: core, tools, encoders or the simulated Gaudi."""
+    """House of a file of the package: core, tools, encoders or helpers of tests."""
     inside = path.relative_to(PACKAGE)
     if inside.parts[0] == "testing":
-        return "simulated Gaudi and tests' own"
+        return "helpers of tests"
     if ENCODERS.search(inside.as_posix()):
         return "encoders"
     return "tools" if inside.parts[0] in TOOLS else "core"

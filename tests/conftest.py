@@ -15,15 +15,16 @@ from typing import Any
 import leaks
 import pytest
 import selection
+import simulated_gaudi
 import torch
 from costs import Costs
 from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only as pl_rank_zero_only
 from selection import Selection
+from simulated_gaudi import real_card, rules
 
 from lightning_megatron import device
-from lightning_megatron.testing.hpu import real_card, rules
 from lightning_megatron.testing.workers import WorkerPool
 
 # A busy machine is no fault of the code. The gate has the same examples each time, `make test-all` random ones.
@@ -111,8 +112,9 @@ def _rank_of_lightning() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def _pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
     patience, real = pytestconfig.getoption("--patience"), pytestconfig.getoption(real_card.REAL)
-    cards = device.device_count(device.HPU) if real else 0
-    with WorkerPool(size=min(8, cards) if real else 8, timeout=patience, takes_cards=real) as pool:
+    size = min(8, device.device_count(device.HPU)) if real else 8
+    kind = device.HPU if real or simulated_gaudi.enabled() else device.CPU
+    with WorkerPool(size=size, timeout=patience, kind=kind, takes_cards=real) as pool:
         pytestconfig.stash[POOL] = pool
         yield pool
 

@@ -211,7 +211,9 @@ module(torch.ones(2, 4, requires_grad=True)).sum().backward()
 assert module.block.weight.grad is not None
 """,
     ),
-    Setting("docs/simulated-hpu.md", "hpu.enable(", not_run="compiles the simulation; tests/device/ runs it"),
+    Setting(
+        "docs/simulated-hpu.md", "simulated_gaudi.enable(", not_run="compiles the simulation; tests/device/ runs it"
+    ),
     Setting("docs/launching.md", "__main__", small=True),
     Setting("docs/quick-start.md", "__main__", small=True, change={", vocab_size=32000": ""}),
     Setting(

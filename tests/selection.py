@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import yaml
-
-from lightning_megatron.testing import hpu
 
 ROOT = Path(__file__).parents[1]
 SLOW = Path(__file__).with_name("slow.txt")

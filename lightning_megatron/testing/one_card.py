@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_megatron import device as devices
-
 if TYPE_CHECKING:
     import pytest
 
 ENABLED = "LIGHTNING_MEGATRON_ONE_CARD"
-BACKEND = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.CUDA))
 
 
 def enable() -> None:

@@ -33,7 +33,7 @@ from typing import Any
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import drain_group
 from lightning_megatron.machine.host import shorten_socket_paths
-from lightning_megatron.testing import hpu, one_card
+from lightning_megatron.testing import one_card
 
 PRELOAD = [
     "torch",
@@ -70,26 +70,29 @@ class _Task:
     timeout: float
 
 
-def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
+def _serve(rank: int, tasks: Connection, stacks: str, kind: devices.DeviceKind, cards: int) -> None:
     """Main loop of a worker: take a task, join its process group, run it, send back its result or error.
 
     Args:
         rank: number of the worker.
         tasks: connection to the pool.
         stacks: file for the stacks of its threads.
+        kind: kind of device that the ranks use.
         cards: workers that take a real card each; 0 without real cards.
     """
     import torch
     import torch.distributed as dist
 
-    backend = devices.CPU.backend
     if cards:
-        devices.take_card(torch.device(devices.HPU.type), world_size=cards, rank=rank, local_rank=rank)
-    if cards or hpu.enabled():
-        backend = ",".join(f"{kind.type}:{kind.backend}" for kind in (devices.CPU, devices.HPU))
+        devices.take_card(torch.device(kind.type), world_size=cards, rank=rank, local_rank=rank)
     if one_card.enabled():
         one_card.become_a_node(rank)
-        backend = one_card.BACKEND
+        kind = devices.CUDA
+    if kind == devices.HPU:
+        devices.hpu_available()  # imports the bridge, which registers its backend
+    backend = devices.CPU.backend
+    if kind != devices.CPU:
+        backend = ",".join(f"{each.type}:{each.backend}" for each in (devices.CPU, kind))
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
@@ -119,7 +122,7 @@ def _serve(rank: int, tasks: Connection, stacks: str, cards: int) -> None:
             payload = pickle.dumps((False, (None, f"the result cannot be pickled: {what!r}")))
         tasks.send_bytes(payload)
         if dist.is_initialized():
-            if outcome[0] and not cards and not hpu.enabled():
+            if outcome[0] and kind != devices.HPU:
                 with suppress(RuntimeError):  # of a rank that has failed
                     drain_group(dist.group.WORLD)
         else:
@@ -160,16 +163,24 @@ class WorkerPool:
         size: the most ranks a call may ask for.
         timeout: seconds after which a call fails with the stacks of all workers, and the pool is restarted.
         grace: seconds that workers have to leave a group after a call, or to end, before they are killed.
-        takes_cards: True if each worker acquires a real Gaudi card; such workers are spawned, since Gaudi's software
-            does not survive a fork.
+        kind: kind of device that the ranks use; on another one than the CPU, its own backend joins gloo.
+        takes_cards: True if each worker acquires a real card of that kind; such workers are spawned, since Gaudi's
+            software does not survive a fork.
     """
 
     def __init__(
-        self, size: int = 8, timeout: float = 600.0, grace: float = 10.0, *, takes_cards: bool = False
+        self,
+        size: int = 8,
+        timeout: float = 600.0,
+        grace: float = 10.0,
+        *,
+        kind: devices.DeviceKind = devices.CPU,
+        takes_cards: bool = False,
     ) -> None:
         self.size = size
         self.timeout = timeout
         self.grace = grace
+        self._kind = kind
         self._cards = size if takes_cards else 0
         self._context: Any = mp.get_context("spawn") if takes_cards else _fork_server()
         self._directory = Path(tempfile.mkdtemp(prefix="lm-workers-"))
@@ -282,7 +293,7 @@ class WorkerPool:
             stacks.touch()
             process = self._context.Process(
                 target=_serve,
-                args=(rank, theirs, str(stacks), self._cards),
+                args=(rank, theirs, str(stacks), self._kind, self._cards),
                 daemon=True,
             )
             process.start()

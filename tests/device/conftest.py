@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from lightning_megatron.testing import hpu
-from lightning_megatron.testing.hpu import real_card
+import simulated_gaudi as hpu
+from simulated_gaudi import real_card
 
 HERE = Path(__file__).parent
 STARTERS = ("test_sessions.py", "test_real_cards.py")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -29,7 +30,6 @@ from lightning_megatron import (
 )
 from lightning_megatron import device as devices
 from lightning_megatron.machine.job_environment import own_environment
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 pytestmark = pytest.mark.skipif(not devices.hpu_available(), reason="needs a Gaudi, or --hpu-sim")

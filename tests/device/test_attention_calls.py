@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from torch.utils.data import DataLoader
 
@@ -14,7 +15,6 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.cross_attention import CrossAttention
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 LAYERS, STEPS, MICRO_BATCHES = 2, 3, 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import Ops, choices_of
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.parity import assert_same
 from tests.families import TINY, our_config, tokens_of
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronHPUStrategy, MixtralModule
 from lightning_megatron.ops.fp8 import Fp8Recipe
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 RECIPE = Fp8Recipe(first_layers=0, last_layers=0, stochastic_rounding=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from habana_frameworks.torch.utils.internal import is_lazy
 from lightning.pytorch import seed_everything
@@ -15,7 +16,6 @@ from tracing import compiled
 from lightning_megatron import LlamaModule, LoRA, MegatronHPUStrategy
 from lightning_megatron.layers.fp8_linear import Fp8Gemms
 from lightning_megatron.ops.fp8 import Fp8Recipe
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 compiles = pytest.mark.skipif(is_lazy(), reason="nothing is compiled in the lazy mode")

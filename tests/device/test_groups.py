@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 import torch.distributed as dist
 from lightning.pytorch import seed_everything
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_megatron import LlamaModule, MegatronHPUStrategy
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 Ranks = Callable[..., list[Any]]

@@ -13,7 +13,7 @@ from lightning_megatron.machine.job_environment import own_environment
 
 SCRIPT = """
 import json, sys
-from lightning_megatron.testing import hpu
+import simulated_gaudi as hpu
 hpu.enable("1.24")
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -43,7 +43,7 @@ print("LOSSES " + json.dumps(module.found))
 
 MOVED = """
 import json
-from lightning_megatron.testing import hpu
+import simulated_gaudi as hpu
 hpu.enable("1.24")
 import torch
 module = torch.nn.Linear(2, 1, bias=False)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import simulated_gaudi as hpu
 from aten_operators import TRAININGS, called, known
-
-from lightning_megatron.testing import hpu
 
 # The simulated operator of experts differentiates itself, which it cannot do within a dispatch mode.
 ALONE = [name for name, (size, *_) in TRAININGS.items() if size == 1 and name != "mixtral allgather"]

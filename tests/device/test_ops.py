@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -29,7 +30,6 @@ from lightning_megatron.ops.adamw import adamw_reference, beyond_fused_adamw
 from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe, reference_kernels
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, op_table
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.parity import assert_same
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 

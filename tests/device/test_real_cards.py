@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 
 from lightning_megatron.machine.job_environment import own_environment
-from lightning_megatron.testing import hpu
 
 HERE = Path(__file__).parent
 LIMIT = 45

@@ -13,7 +13,7 @@ import pytest
 from lightning_megatron.machine.job_environment import own_environment
 
 HERE = Path(__file__).parent
-PLUGIN = "lightning_megatron.testing.hpu.plugin"
+PLUGIN = "simulated_gaudi.plugin"
 RULES = "rules"
 COLLECTIVES = "--deselect=tests/device/rules/test_conformance_hccl.py"
 QUICK = ("-m", "not slow and not exhaustive")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader
 from lightning_megatron import DeviceProfiler, GaudiTelemetry, LlamaModule, MegatronStrategy
 from lightning_megatron import device as devices
 from lightning_megatron.lightning.monitoring.first_steps import FirstSteps, summary
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 from tests.tiny import tiny_llama
 

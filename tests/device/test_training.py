@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_megatron import GPTModule, LlamaModule, MegatronHPUStrategy, MixtralModule
 from lightning_megatron.errors import DataError
 from lightning_megatron.ops.registry import SELECTABLE
-from lightning_megatron.testing import hpu
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 
 MODULES: dict[str, type[GPTModule]] = {"gpt": GPTModule, "llama": LlamaModule, "mixtral": MixtralModule}

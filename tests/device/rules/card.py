@@ -18,11 +18,10 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+import simulated_gaudi as hpu
 import torch
+from simulated_gaudi.rules import BRIDGE, SIMULATION
 from torch import Tensor
-
-from lightning_megatron.testing import hpu
-from lightning_megatron.testing.hpu.rules import BRIDGE, SIMULATION
 
 SIMULATED = hpu.enabled()
 simulation = getattr(pytest.mark, SIMULATION)

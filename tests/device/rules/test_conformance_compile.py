@@ -7,11 +7,10 @@ from typing import Any
 
 import card
 import pytest
+import simulated_gaudi as hpu
 import torch
 from habana_frameworks.torch.utils.internal import is_lazy
 from torch import Tensor
-
-from lightning_megatron.testing import hpu
 
 HPU = torch.ops.hpu
 BF16, F32 = torch.bfloat16, torch.float32

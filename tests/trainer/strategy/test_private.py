@@ -56,9 +56,8 @@ TABLE = {entry.name: entry for entry in PRIVATE_NAMES}
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """Modules by their path in the package; those that stand in for Intel's software are not ours to judge."""
-    paths = (path for path in PACKAGE.rglob("*.py") if "site" not in path.parts)
-    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in paths}
+    """Modules by their path in the package."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def is_private(name: object) -> bool:

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import simulated_gaudi as hpu
 from patience import PATIENCE
 from torch import Tensor
 
 from lightning_megatron.machine.finding import Finding
 from lightning_megatron.machine.job_environment import own_environment
-from lightning_megatron.testing import hpu
 from lightning_megatron.tools.cli.doctor.op_trials import op_trials
 from lightning_megatron.tools.cli.doctor.trials import one_by_one, together
 

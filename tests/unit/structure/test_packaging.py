@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lightning_megatron.errors import how_to_install
@@ -144,6 +145,38 @@ def test_wheel_and_source_archive(sources: Path, tmp_path: Path) -> None:
     assert found.startswith(str(tmp_path / "empty"))
     losses = train_a_recipe(program, tmp_path / "job")
     assert losses == pytest.approx([log(4096)] * 2, rel=0.1), "as many tokens, all alike at first"
+
+
+USE = """
+import torch
+
+def test_that_there_is_a_gaudi():
+    assert torch.ones(2, device="hpu").sum().item() == 2
+    assert torch.hpu.get_device_name() == "GAUDI3"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that was built for CUDA can simulate no Gaudi")
+def test_the_simulated_gaudi_is_a_distribution_beside_the_package(tmp_path: Path) -> None:
+    """Installed from a clone with one command, it is whole, and works from another folder; the bridge stays hidden."""
+    sources, program = tmp_path / "simulated-gaudi", tmp_path / "env" / "bin" / "python"
+    shutil.copytree(
+        ROOT / "tests" / "simulated-gaudi", sources, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    here = {path.relative_to(sources) for path in (sources / "simulated_gaudi").rglob("*") if path.is_file()}
+    venv.create(tmp_path / "env")
+    install = ("install", "--no-index", "--no-deps", "--no-build-isolation")
+    lend_dependencies(tmp_path / "env")
+    run(sys.executable, "-m", "pip", "--python", program, *install, sources, cwd=tmp_path)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    there = {path.relative_to(site) for path in (site / "simulated_gaudi").rglob("*") if path.is_file()}
+    assert {path for path in there if path.suffix != ".pyc"} == here
+    assert not (site / "habana_frameworks").exists()
+    (site / "clone.pth").write_text(f"{ROOT}\n")
+    (tmp_path / "test_use.py").write_text(USE)
+    words = ("-q", "-p", "simulated_gaudi.plugin", "--hpu-sim", "1.24", "--hpu-sim-device", "GAUDI3", "test_use.py")
+    assert "1 passed" in run(program, "-m", "pytest", *words, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

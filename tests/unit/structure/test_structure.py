@@ -47,6 +47,14 @@ def test_prose_of_a_folder_keeps_the_rules(folder: str) -> None:
     assert found == [], "\n".join(found)
 
 
+def test_prose_of_the_simulated_gaudi_keeps_the_rules() -> None:
+    """What users of it read; below its folder site, modules are laid out as Intel's are."""
+    paths = sorted((ROOT / "tests" / "simulated-gaudi" / "simulated_gaudi").glob("*.py"))
+    found = [text for path in paths for find in (questions, fragments, metaphors) for text in find(path)]
+    assert paths
+    assert found == [], "\n".join(found)
+
+
 def test_no_folder_has_more_than_15_files() -> None:
     folders = Counter(str(path.parent.relative_to(PACKAGE)) for path in files())
     assert {folder: count for folder, count in folders.items() if count > 15} == {}

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.testing.hpu.report import ENDED, TOO_LONG, Report
+from simulated_gaudi.report import ENDED, TOO_LONG, Report
 
 REAL, REPORT, LIMIT, PART = "--hpu-real", "--hpu-report", "--hpu-limit", "--hpu-part"
 _CARDS = ("hl-smi", "-Q", "index,module_id,bus_id,name,driver_version,memory.total,memory.used", "-f", "csv,noheader")

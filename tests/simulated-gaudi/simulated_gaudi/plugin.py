@@ -1,10 +1,10 @@
-"""A pytest plugin: ``pytest -p lightning_megatron.testing.hpu.plugin --hpu-sim 1.24`` runs on simulated HPUs."""
+"""A pytest plugin: ``pytest -p simulated_gaudi.plugin --hpu-sim 1.24`` runs on simulated HPUs."""
 
 from __future__ import annotations
 
 import pytest
 
-from lightning_megatron.testing import hpu
+import simulated_gaudi as hpu
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import simulated_gaudi as hpu
 from lightning_megatron import device
 from lightning_megatron.machine.gaudi import BRIDGE, installed
-from lightning_megatron.testing import hpu
-from lightning_megatron.testing.hpu.report import DIFFERS, FAILED, HOLDS, REFUSED_OTHERWISE, SKIPPED
+from simulated_gaudi.report import DIFFERS, FAILED, HOLDS, REFUSED_OTHERWISE, SKIPPED
 
 FOLDER = "rules"
 SIMULATION = "simulation"

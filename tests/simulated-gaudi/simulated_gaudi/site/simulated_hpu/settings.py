@@ -94,7 +94,7 @@ def settings() -> Settings:
     """
     profile = os.environ.get(PROFILE)
     if profile is None:
-        raise ImportError(f"the simulated HPU is off; lightning_megatron.testing.hpu.enable() sets {PROFILE}")
+        raise ImportError(f"the simulated HPU is off; simulated_gaudi.enable() sets {PROFILE}")
     name = os.environ.get(DEVICE_NAME, "GAUDI2")
     for variable, value, known in ((PROFILE, profile, PROFILES), (DEVICE_NAME, name, tuple(PRODUCTS))):
         if value not in known:
