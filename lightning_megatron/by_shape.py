@@ -1,9 +1,8 @@
-"""Functions whose work depends only on the shapes of their arguments: a rehearsal runs them once per shape.
+"""Functions whose operations follow from the shapes of their arguments: calls with equal shapes do equal work.
 
-Blockwise attention, or a product for each expert, is thousands of small operations, and on tensors without memory
-each takes as long as a large one. A rehearsal that has run a :func:`by_shape` function once knows the memory use of
-later calls with the same shapes, and only creates their results (``tools/rehearsal/known_calls.py``). Everywhere else the
-mark has no effect.
+Blockwise attention, or a product for each expert, is thousands of small operations. Code that counts operations and
+needs no values can run such a function once for each set of shapes: it passes a runner to :func:`calls_go_to`. Without
+a runner the mark has no effect.
 """
 
 from __future__ import annotations

@@ -164,21 +164,6 @@ def _count_members(group: dist.ProcessGroup, device: torch.device | None) -> flo
     return one.item()
 
 
-@dataclass(frozen=True)
-class RehearsedRanks:
-    """Facts about the other ranks of a job that the single rank of a rehearsal depends on.
-
-    Everything else that ranks exchange is assumed to be equal on all of them.
-
-    Attributes:
-        tied: names of the parameters that the first and the last pipeline stage share.
-        held: shapes of the parameters of every pipeline rank, by name; empty without a pipeline.
-    """
-
-    tied: frozenset[str] = frozenset()
-    held: tuple[Mapping[str, tuple[int, ...]], ...] = ()
-
-
 class ParallelMesh:
     """The groups of one rank; layers and schedules receive it, or one :class:`Axis` of it, as an argument.
 
@@ -199,7 +184,6 @@ class ParallelMesh:
         recorder: recorder of this rank's actions.
         connect_seconds: seconds of each group's first collective, by axis, if :meth:`connect` was called.
         free_bytes: free memory of the device after it, by axis; empty on a CPU.
-        rehearsed: facts about the other ranks in a rehearsal; ``None`` in a run.
 
     Args:
         layout: number of ranks on each axis; ``dp`` must be resolved.
@@ -248,7 +232,6 @@ class ParallelMesh:
         self._background = self.recorder.group("background", self.world.ranks)
         self.connect_seconds: dict[str, float] = {}
         self.free_bytes: dict[str, int] = {}
-        self.rehearsed: RehearsedRanks | None = None
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:

@@ -80,7 +80,7 @@ class WeightGradStore:
 
     Attributes:
         enabled: True if this job's schedule splits backwards; layers choose their forward by it.
-        block: elements of a gradient that are added at a time; large for tensors without memory, which have no caches.
+        block: elements of a gradient that are added at a time; by default as many as stay in a processor's caches.
     """
 
     def __init__(self) -> None:

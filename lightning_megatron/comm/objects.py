@@ -70,15 +70,14 @@ def barrier_with_limit(mesh: ParallelMesh, limit: timedelta) -> None:
 
 def all_gather_object(mesh: ParallelMesh, value: T) -> list[T]:
     """The values of all ranks, by rank."""
-    if not mesh.is_distributed:
-        return [value]
-    return [value] * mesh.world.size if mesh.rehearsed is not None else all_gather_object_over(mesh.host, value)
+    return all_gather_object_over(mesh.host, value)
 
 
 def all_gather_object_over(axis: Axis, value: T) -> list[T]:
     """The values of all ranks of an axis whose group is on the host, by position."""
     values: list[T] = [value] * axis.size
-    axis.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=axis.group)
+    if axis.size > 1:
+        axis.call(Kind.ALL_GATHER_OBJECT).run(dist.all_gather_object, values, value, group=axis.group)
     return values
 
 

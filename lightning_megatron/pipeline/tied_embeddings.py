@@ -6,7 +6,8 @@ user's module adds beside the model, which every stage builds and only the last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +15,40 @@ from torch import Tensor
 from lightning_megatron.comm.collectives import all_reduce, start_all_reduce
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.mesh import Axis, ParallelMesh
+from lightning_megatron.params import ParamSpec
 
-Held = Mapping[str, tuple[int, ...]]
-"""Local shapes of a stage's parameters, by name."""
+
+class StageParameters(NamedTuple):
+    """Parameters of one pipeline rank.
+
+    Attributes:
+        trained: local shapes of its trained parameters, by name.
+        tied: names of its parameters that repeat those of another stage (a tied output layer).
+    """
+
+    trained: Mapping[str, tuple[int, ...]]
+    tied: frozenset[str]
+
+    @classmethod
+    def of(cls, specs: Iterable[tuple[str, Tensor, ParamSpec]]) -> StageParameters:
+        """Parameters of this rank, from :func:`~lightning_megatron.params.named_specs`."""
+        specs = list(specs)
+        trained = {name: tuple(param.shape) for name, param, _ in specs if param.requires_grad}
+        return cls(trained, frozenset(spec.tied_with for _, _, spec in specs if spec.tied_with))
+
+
+def gather_stages(own: StageParameters, mesh: ParallelMesh) -> list[StageParameters]:
+    """Parameters of every pipeline rank, in the order of the ranks. Every rank must call this.
+
+    Args:
+        own: parameters of this rank. Ranks that differ only in tp, cp or dp hold the same names.
+    """
+    if mesh.pp.size == 1:
+        return [own]
+    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
+    gathered = all_gather_object(mesh, (mesh.pp.rank, own) if is_source else None)
+    by_rank = dict(entry for entry in gathered if entry is not None)
+    return [by_rank[rank] for rank in range(mesh.pp.size)]
 
 
 def sum_tied_gradients(gradients: Mapping[str, Tensor], ends: Axis) -> None:
@@ -30,49 +62,28 @@ def sum_tied_gradients(gradients: Mapping[str, Tensor], ends: Axis) -> None:
         gradient.copy_(start_all_reduce(gradient, ends).wait())
 
 
-def tied_names(own: Sequence[str], mesh: ParallelMesh) -> frozenset[str]:
-    """Names of the tied parameters that both the first and the last stage hold. Every rank must call this."""
-    if mesh.pp.size == 1:
-        return frozenset(own)
-    if mesh.rehearsed is not None:
-        return mesh.rehearsed.tied
-    return frozenset(name for names in all_gather_object(mesh, list(own)) for name in names)
-
-
-def held_by_stages(own: Held, mesh: ParallelMesh) -> list[Held]:
-    """Parameters of every pipeline rank, in the order of the ranks. Every rank must call this.
-
-    Args:
-        own: parameters of this rank. Ranks that differ only in tp, cp or dp hold the same names.
-    """
-    if mesh.rehearsed is not None:
-        return list(mesh.rehearsed.held)
-    is_source = mesh.tp.rank == mesh.dp_cp.rank == 0
-    gathered = all_gather_object(mesh, (mesh.pp.rank, dict(own)) if is_source else None)
-    return [held for _, held in sorted((entry for entry in gathered if entry is not None), key=lambda entry: entry[0])]
-
-
 class SharedParameters:
     """Parameters under one name on several stages, whose gradients are summed so that the copies stay equal.
 
     Args:
-        stages: parameters of every stage (:func:`held_by_stages`).
-        apart: names to leave out, because their gradients are summed elsewhere.
+        stages: parameters of every pipeline rank (:func:`gather_stages`).
         axis: the pipeline.
 
     Attributes:
-        names: names of the shared parameters, in the same order on all ranks.
+        tied: names of tied parameters; :func:`sum_tied_gradients` sums their gradients.
+        names: names of the other shared parameters, in the same order on all ranks.
         repeated: names that an earlier stage holds too; they do not count in a norm.
     """
 
-    def __init__(self, stages: Sequence[Held], apart: frozenset[str], axis: Axis) -> None:
+    def __init__(self, stages: Sequence[StageParameters], axis: Axis) -> None:
+        self.tied = frozenset(name for stage in stages for name in stage.tied)
         holders: dict[str, list[int]] = {}
-        for rank, held in enumerate(stages):
-            for name in held.keys() - apart:
+        for rank, stage in enumerate(stages):
+            for name in stage.trained.keys() - self.tied:
                 holders.setdefault(name, []).append(rank)
         self.names = sorted(name for name, ranks in holders.items() if len(ranks) > 1)
         self.repeated = frozenset(name for name in self.names if holders[name][0] < axis.rank)
-        self._shapes = {name: stages[holders[name][0]][name] for name in self.names}
+        self._shapes = {name: stages[holders[name][0]].trained[name] for name in self.names}
         self._axis = axis
 
     @torch.no_grad()

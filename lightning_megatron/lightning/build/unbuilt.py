@@ -75,7 +75,7 @@ class Outline:
     def __init__(self, model: nn.Module) -> None:
         for part in model.modules():
             for name, tensor in _tensors(part, recurse=False):
-                if type(tensor) is nn.Parameter:  # not a fake tensor
+                if type(tensor) is nn.Parameter:  # and no subclass
                     setattr(part, name, nn.Parameter(tensor.detach().as_subclass(Unbuilt), tensor.requires_grad))
                 elif type(tensor) is Tensor:
                     setattr(part, name, tensor.as_subclass(Unbuilt))

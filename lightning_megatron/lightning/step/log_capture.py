@@ -203,16 +203,16 @@ class LogSync:
 
     def _has_changed(self, changed: bool) -> bool:
         """The last stage's ``changed``, on all stages."""
-        if self._mesh.rehearsed is not None:
+        hosts, (*others, last) = self._mesh.host, self._axis.ranks
+        if hosts.size == 1:
             return changed
-        *others, last = self._axis.ranks
         flag = torch.tensor([changed], dtype=torch.uint8)
         if self._mesh.rank != last:
-            receive(flag, self._mesh.host, last)
+            receive(flag, hosts, last)
             return bool(flag)
         for told in self._told:
             told.wait()  # in the step before; a send may wait for its receiver
-        self._told = [start_send(flag, self._mesh.host, rank) for rank in others]
+        self._told = [start_send(flag, hosts, rank) for rank in others]
         return changed
 
 

@@ -32,8 +32,8 @@ from lightning_megatron.optim.kept_values import KeptModel
 from lightning_megatron.optim.other_gradients import OtherGradients
 from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer
-from lightning_megatron.params import ParamSpec, named_specs
-from lightning_megatron.pipeline.tied_embeddings import SharedParameters, held_by_stages, sum_tied_gradients, tied_names
+from lightning_megatron.params import named_specs
+from lightning_megatron.pipeline.tied_embeddings import SharedParameters, StageParameters, sum_tied_gradients
 from lightning_megatron.weight_grad_store import GradPlace
 
 
@@ -86,6 +86,14 @@ class Holder:
 class OptimizerSet:
     """One :class:`ShardedOptimizer` for each of the user's optimizers; none if ``configure_optimizers`` returned none.
 
+    Args:
+        module: the user's module.
+        optimizers: the user's optimizers.
+        mesh: mesh of the ranks.
+        config: settings of the distributed optimizers.
+        stages: parameters of every pipeline rank.
+        check_finite: True to check for NaN and infinity.
+
     Attributes:
         given: the user's optimizers.
         sharded: the distributed optimizers.
@@ -99,6 +107,7 @@ class OptimizerSet:
         optimizers: Sequence[Optimizer],
         mesh: ParallelMesh,
         config: DistributedOptimizerConfig,
+        stages: Sequence[StageParameters],
         check_finite: bool = True,
     ) -> None:
         self._mesh, self.given = mesh, tuple(optimizers)
@@ -106,8 +115,7 @@ class OptimizerSet:
         self._names: list[str] | None = None
         params = {name: param for name, param, _ in specs}
         raise_if_any(_shared_problems(optimizers, params))
-        self._tied = tied_names([spec.tied_with for _, _, spec in specs if spec.tied_with], mesh)
-        self._shared = self._held_by_several(specs)
+        self._shared = SharedParameters(stages, mesh.pp)
         broadcast_params(specs, mesh)
         self._shared.share_values(params)
         specs = [
@@ -116,7 +124,7 @@ class OptimizerSet:
         ]
         self._others = OtherGradients(specs, mesh)
         self._own_names = [name for name, _, spec in specs if spec.tied_with is None]
-        reduce_late = params.keys() & (self._tied | set(self._shared.names))
+        reduce_late = params.keys() & (self._shared.tied | set(self._shared.names))
         config = replace(config, keep_param_grads=not module.automatic_optimization)
         self.sharded = [
             ShardedOptimizer(optimizer, specs, mesh, config, reduce_late)
@@ -134,13 +142,6 @@ class OptimizerSet:
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
         self._differentiates_itself = is_overridden("backward", module)
         self._probe: _Probe | None = None
-
-    def _held_by_several(self, specs: Sequence[tuple[str, nn.Parameter, ParamSpec]]) -> SharedParameters:
-        """Parameters that several stages hold, since every stage has built them outside the model."""
-        if self._mesh.pp.size == 1:
-            return SharedParameters([], frozenset(), self._mesh.pp)
-        trained = {name: tuple(param.shape) for name, param, _ in specs if param.requires_grad}
-        return SharedParameters(held_by_stages(trained, self._mesh), self._tied, self._mesh.pp)
 
     def begin_batch(self, first: bool, backward_is_ours: bool) -> None:
         """Prepare gradients for the ``training_step`` of a batch.
@@ -301,7 +302,9 @@ class OptimizerSet:
             shared = {name: sharded.main_grad(name) for name in own.intersection(self._shared.names)}
             self._shared.sum_gradients(shared, self._mesh.rng.device)
             if self._mesh.embedding.size > 1:
-                sum_tied_gradients({name: sharded.main_grad(name) for name in own & self._tied}, self._mesh.embedding)
+                sum_tied_gradients(
+                    {name: sharded.main_grad(name) for name in own & self._shared.tied}, self._mesh.embedding
+                )
 
     def average_others(self) -> None:
         """Average gradients of parameters that no optimizer here holds, as DDP does; every replica calls this."""

@@ -36,6 +36,8 @@ from lightning_megatron.machine.host import raise_open_files
 from lightning_megatron.mesh import Axis, ParallelMesh, coordinate, dense_grid
 from lightning_megatron.ops.fp8 import Fp8Recipe
 from lightning_megatron.ops.registry import Ops
+from lightning_megatron.params import named_specs
+from lightning_megatron.pipeline.tied_embeddings import StageParameters, gather_stages
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.recorder.recorder import Recorder
 
@@ -248,6 +250,10 @@ class JobRanks:
             copy_generators(self.mesh)
 
     # Collectives
+
+    def gather_stages(self) -> list[StageParameters]:
+        """Parameters of every pipeline rank; all ranks call this."""
+        return gather_stages(StageParameters.of(named_specs(self.module)), self.mesh)
 
     def barrier(self) -> None:
         """Wait for all ranks."""

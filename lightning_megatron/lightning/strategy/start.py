@@ -147,14 +147,13 @@ class RankStart:
             if isinstance(error, ConfigError) or mesh.pp.size == 1 or trains:
                 raise
             fault = str(error)
-        if mesh.pp.size > 1 and mesh.rehearsed is None:
+        if self._comparison is None:
+            return
+        if mesh.pp.size > 1:
             groups = [group["params"] for optimizer in own.optimizers for group in optimizer.param_groups]
             stages = all_gather_object(mesh, (mesh.pp.rank, fault, bool(groups) and not any(groups)))
             raise_if_any(_untrained_problems(sorted(set(stages))))
-        if self._comparison is not None:
-            self._compare(
-                optimizer_statement(self._ranks.module, own.optimizers, own.lr_scheduler_configs, mesh.pp.rank)
-            )
+        self._compare(optimizer_statement(self._ranks.module, own.optimizers, own.lr_scheduler_configs, mesh.pp.rank))
 
     def compare_loader(self, dataloader: object) -> None:
         """Compare length, samples and batch size of a loader, before Lightning asks all ranks for its length."""

@@ -116,7 +116,8 @@ class TrainedParameters:
         checks_nan = job.check_for_nan_in_loss_and_grad
         kept, self._holder.kept = self._holder.kept, None
         kept = None if kept is None else kept.valid()
-        found = OptimizerSet(self._ranks.module, strategy.optimizers, mesh, config, checks_nan)
+        stages = self._ranks.gather_stages()
+        found = OptimizerSet(self._ranks.module, strategy.optimizers, mesh, config, stages, checks_nan)
         self.optimizers, self.buffers = found, BufferSync(self._ranks.module, mesh)
         if kept is not None:
             for optimizer in found.sharded:

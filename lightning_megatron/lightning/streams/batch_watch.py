@@ -60,7 +60,7 @@ class BatchWatch:
         self._mesh = mesh
         self._fault: str | None = None
         self._vote: Pending | None = None
-        self._has_peers = mesh.world.size > mesh.dp.size and mesh.rehearsed is None
+        self._has_peers = mesh.host.size > mesh.dp.size
         self._trained = 0
         self._evaluated: Counter[int] = Counter()
         self._is_due = False

@@ -74,5 +74,5 @@ def _bytes_of(states: tuple[Any, ...]) -> Generator[bytes, None, None]:
     (version, numbers, gauss), (_, keys, *others), *tensors = states
     yield array("Q", numbers).tobytes() + repr((version, gauss)).encode()
     yield np.asarray(keys).tobytes() + repr(others).encode()
-    for state in tensors:  # bytes without an operation, which in a rehearsal would have no values
+    for state in tensors:  # bytes without a tensor operation
         yield ctypes.string_at(state.data_ptr(), state.numel())

@@ -31,7 +31,7 @@ from lightning_megatron.lightning.modules.transformer import TransformerModule
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.validation.settings import JobSettings
-from lightning_megatron.mesh import ParallelMesh, dense_grid, rank_groups
+from lightning_megatron.mesh import dense_grid, rank_groups
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.tools.planning.core.job import PlannedJob
 from lightning_megatron.tools.rehearsal.cut import enough_micro_batches
@@ -40,7 +40,7 @@ from lightning_megatron.tools.rehearsal.known_calls import KnownCalls
 from lightning_megatron.tools.rehearsal.measure import StepMeasure
 from lightning_megatron.tools.rehearsal.result import Rehearsal
 from lightning_megatron.tools.rehearsal.strategy import OneOfMany, RehearsedStrategy
-from lightning_megatron.tools.rehearsal.survey import stages_of_others
+from lightning_megatron.tools.rehearsal.survey import survey_stages
 from lightning_megatron.tools.rehearsal.world import FakeWorld
 
 _STEPS = 2
@@ -260,22 +260,17 @@ class _Stage:
             raise RehearsalError(_OLD_TORCH)
         trainer, shape = self._trainer, self._shape
         assert shape.batch_size is not None
-        worlds: list[FakeWorld] = []
-
-        def on_mesh(mesh: ParallelMesh) -> None:
-            worlds[0].values.mesh, mesh.rehearsed = mesh, others
-
-        strategy = RehearsedStrategy(on_mesh, **{**self._strategy.settings, **_REPLACED})
-        job = JobSettings.of(strategy.settings)
+        arguments = {**self._strategy.settings, **_REPLACED}
+        job = JobSettings.of(arguments)
         layout = job.layout.resolve(self._nodes[0] * self._nodes[1])
-        others = stages_of_others(self._module, layout, job.split, job.recompute)
+        stages = survey_stages(self._module, layout, job.split, job.recompute)
         size = job.micro_batch_size or shape.batch_size
         number = whole = -(-shape.batch_size // size)
         if not all_micro_batches:
             number = enough_micro_batches(job.pipeline_schedule, layout.pp, layout.vpp, whole)
         accumulated = min(trainer.accumulate_grad_batches, 2)
         world = FakeWorld(rank, layout.world_size, imbalance, calls)
-        worlds.append(world)
+        strategy = RehearsedStrategy(world.join, stages, **arguments)
         measure = StepMeasure(world.tracker, world.place, world.log)
         module = _silent(self._module)
         rows = min(number * size, shape.batch_size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,6 +13,7 @@ from lightning_megatron.lightning.step.watchers import watches_parameters
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.pipeline.tied_embeddings import StageParameters
 
 _BLOCK = 1 << 22
 """Elements of a gradient that are added at a time. With a CPU's 2^18, half of all operations would be these sums."""
@@ -52,9 +54,11 @@ class OneRank(JobRanks):
 
     Attributes:
         on_mesh: function called with the mesh once it is created.
+        stages: parameters of every pipeline rank; empty without a pipeline.
     """
 
     on_mesh: Callable[[ParallelMesh], None]
+    stages: Sequence[StageParameters]
 
     def take_device(self) -> None:
         """Set the rank without acquiring a device."""
@@ -64,14 +68,19 @@ class OneRank(JobRanks):
         """Skip the rendezvous: there are no other ranks."""
 
     def create_mesh(self) -> ParallelMesh:
-        """The mesh of a rank among others that do not exist."""
+        """The mesh of a rank among others that do not exist: its host is the only one."""
         mesh = super().create_mesh()
+        mesh.host = replace(mesh.host, size=1, rank=0, ranks=(mesh.rank,))
         mesh.weight_grads.block = _BLOCK
         self.on_mesh(mesh)
         return mesh
 
     def register_end(self) -> None:
         """Register nothing: no other process waits for this one at its exit."""
+
+    def gather_stages(self) -> list[StageParameters]:
+        """Parameters of every pipeline rank, without asking the others."""
+        return list(self.stages) or super().gather_stages()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object."""
@@ -84,16 +93,19 @@ class RehearsedStrategy(MegatronStrategy):
     Model, buffers, optimizer, schedule and steps are the real ones.
 
     Args:
-        on_mesh: function called with the mesh once it is made; it sets ``mesh.rehearsed``.
+        on_mesh: function called with the mesh once it is made.
+        stages: parameters of every pipeline rank; empty without a pipeline.
         **arguments: arguments of the strategy.
     """
 
     _kind_of_ranks = OneRank
     _ranks: OneRank
 
-    def __init__(self, on_mesh: Callable[[ParallelMesh], None], **arguments: Any) -> None:
+    def __init__(
+        self, on_mesh: Callable[[ParallelMesh], None], stages: Sequence[StageParameters], **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
-        self._ranks.on_mesh = on_mesh
+        self._ranks.on_mesh, self._ranks.stages = on_mesh, stages
 
     def model_to_device(self) -> None:
         """Do nothing: the model is on its device, and torch cannot move fake parameters referenced elsewhere."""

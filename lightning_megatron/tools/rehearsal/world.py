@@ -94,6 +94,10 @@ class FakeWorld:
         self.tracker = StorageTracker(self.place, self.values)
         self.log.ends_forward = self._end_forward
 
+    def join(self, mesh: ParallelMesh) -> None:
+        """Use the groups of a rank's mesh, once it is made."""
+        self.values.mesh = mesh
+
     def _end_forward(self) -> None:
         self.tracker.end_forward()
         self.place.leave_all()
