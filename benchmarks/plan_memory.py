@@ -7,8 +7,8 @@ Figures of rehearsals are stored in ``benchmarks/data/plan_memory.json``; ``test
 compares formulas with them too. After a change of layers, delete a layout from the file and run again.
 
 A row is one pipeline rank of one layout: the peak and the bytes after a step by the closed formulas of
-``tools/planning/memory``, and by the tracker of ``rehearsal``, which runs the real modules, optimizer and schedule of that
-rank on fake tensors. Both count tensors of a CPU's kernels (``planning.memory.shapes.HOST``).
+``tools/planning/memory``, and by the tracker of ``rehearsal``, which runs the real modules, optimizer and schedule of
+that rank on fake tensors. Both count tensors of a CPU's kernels (``planning.memory.shapes.HOST``).
 """
 
 from __future__ import annotations

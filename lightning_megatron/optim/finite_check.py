@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.finite import first_bad_row, is_finite, not_finite
+from lightning_megatron.device.finite import first_bad_row, is_finite, not_finite
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT

@@ -18,8 +18,8 @@ from torch import Tensor
 from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.tensors.fragment import part_of
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
+from lightning_megatron.device.finite import amount, not_finite
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, nearest_names
-from lightning_megatron.finite import amount, not_finite
 from lightning_megatron.params import Box
 
 _SHOWN_NAMES = 8

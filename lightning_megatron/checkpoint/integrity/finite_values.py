@@ -8,8 +8,8 @@ from lightning_megatron.checkpoint.integrity.fault import listed
 from lightning_megatron.checkpoint.tensors.fragment import Fragment
 from lightning_megatron.checkpoint.tensors.keys import Key, model_name
 from lightning_megatron.checkpoint.tensors.state_dict import State
+from lightning_megatron.device.finite import amount, not_finite
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.finite import amount, not_finite
 
 
 def refuse_nonfinite(state: State, params: Collection[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_megatron.finite import first_bad_row, is_finite
+from lightning_megatron.device.finite import first_bad_row, is_finite
 
 
 @pytest.mark.parametrize("length", [3, 4, 8, 10, 11])
