@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, cast
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from lightning_megatron.data.loading.resumable_loader import CountingDataLoader
@@ -43,6 +42,11 @@ class EpochPosition(Sampler[int]):
         """Samples from the restored position, the first time after :meth:`load_state_dict`; else of a whole epoch."""
         self.consumed_samples, self._start = self._start, 0
         return islice(iter(self.order), self.consumed_samples // self._replicas, None)
+
+    @property
+    def is_restored(self) -> bool:
+        """True if a checkpoint had a position."""
+        return self._saved_batch_size is not None
 
     def advance(self) -> None:
         """Count a batch that the training loop has consumed."""
@@ -88,12 +92,6 @@ class EpochPosition(Sampler[int]):
         """
         size = self._global_batch_size
         if self._saved_batch_size is None:
-            if batches < in_epoch:
-                rank_zero_warn(
-                    f"the checkpoint was saved after {batches} of {in_epoch} batches of an epoch, and not by this"
-                    " strategy: it has no position in the data. The epoch's first batches are read again, as in stock"
-                    " Lightning"
-                )
             return batches
         left = epoch - self._ahead == self._epoch + 1 and batches * self._saved_batch_size == self._start
         self._ahead += left and batches < in_epoch

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.data.loading.plain_loader import PlainDataLoader
 from lightning_megatron.errors import DataError
@@ -55,6 +56,12 @@ class TrainingWatch(Callback):
         loader, count = trainer.train_dataloader, trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.ckpt_path and isinstance(loader, PlainDataLoader) and count.ready:
             epoch, limit = trainer.current_epoch, int(trainer.num_training_batches)
+            if not loader.position.is_restored and count.ready < limit:
+                rank_zero_warn(
+                    f"the checkpoint was saved after {count.ready} of {limit} batches of an epoch, and not by this"
+                    " strategy: it has no position in the data. The epoch's first batches are read again, as in stock"
+                    " Lightning"
+                )
             # A checkpoint may be written before the last batch counts as completed: the difference stays.
             ahead = count.ready - loader.position.agree_on_batches(epoch, count.ready, limit)
             for name in ("ready", "started", "processed", "completed"):
