@@ -11,8 +11,8 @@ from lightning_megatron.checkpoint.formats.megatron import (
 )
 from lightning_megatron.checkpoint.formats.megatron.weight_map import megatron_weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.encoders.bert.config import BertConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes

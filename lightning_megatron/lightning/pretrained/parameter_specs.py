@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_megatron.config.bert import BertConfig
-from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.models.bert.model import BertModel
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.model import BertModel
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.stages import StagedModel
-from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.params import ParamSpec, named_weights
 
 _MODELS: Mapping[type[TransformerConfig], type[StagedModel]] = {BertConfig: BertModel, T5Config: T5Model}

@@ -17,11 +17,11 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.encoders.bert.model import BertModel
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit

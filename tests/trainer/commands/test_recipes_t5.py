@@ -15,11 +15,11 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy, T5Module
 from lightning_megatron.data import build_tokenizer
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.stage import StageBoundary

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron.encoders.bert.data_module import BertDataModule
+from lightning_megatron.encoders.t5.data_module import T5DataModule
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.lightning.datamodules.bert_data import BertDataModule
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
-from lightning_megatron.lightning.datamodules.t5_data import T5DataModule
 from lightning_megatron.tools.cli.recipes.options import with_environment
 from lightning_megatron.tools.cli.recipes.words import config_words
 from lightning_megatron.tools.recipes.contents import contents_of

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.encoders.bert.config import BertConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 
 

@@ -17,7 +17,7 @@ from lightning_megatron.config.hugging_face.tensors import (
     rule,
 )
 from lightning_megatron.config.reader import ConfigReader
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.config import T5Config
 
 ARCHITECTURE = "T5ForConditionalGeneration"
 _ACTIVATIONS = {

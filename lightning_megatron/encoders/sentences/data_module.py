@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from lightning_megatron.arguments import Rules, at_least, within
 from lightning_megatron.data.build import Paths, SampleDataset, Span, build_datasets, parse_data_path, parse_split
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.bert_dataset import BertDataset
-from lightning_megatron.data.masked.masking import MaskingRule
-from lightning_megatron.data.masked.sentence_index import documents_in_share, usable_documents
-from lightning_megatron.data.masked.t5_dataset import T5Dataset
+from lightning_megatron.encoders.bert.dataset import BertDataset
+from lightning_megatron.encoders.sentences.index import documents_in_share, usable_documents
+from lightning_megatron.encoders.sentences.masking import MaskingRule
+from lightning_megatron.encoders.t5.dataset import T5Dataset
 from lightning_megatron.errors import Problem
 from lightning_megatron.lightning.datamodules.arguments import COUNTS, DATA_RULES, ELSEWHERE
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.hugging_face.family import Family, Recipe
 from lightning_megatron.config.hugging_face.tensors import QKV, Tensors, in_layers, rule
 from lightning_megatron.config.reader import ConfigReader, refuse_uneven_heads
+from lightning_megatron.encoders.bert.config import BertConfig
 
 ARCHITECTURE, OF_TOKENS_ALONE = "BertForPreTraining", "BertForMaskedLM"
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
