@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning_megatron.config.hugging_face.family import Family, Recipe
@@ -183,8 +184,13 @@ FAMILY = Family(
     _to_hf,
     TENSORS,
     PRESETS,
-    module="T5Module",
+    module="lightning_megatron:T5Module",
+    model="lightning_megatron.encoders.t5.model:T5Model",
     default_preset="t5-base",
     config_class=T5Config,
+    recipes=Path(__file__).parent / "recipes",
+    data_paths={
+        "T5DataModule": ("data_path", "val_data_path", "test_data_path", "cache_dir", "tokenizer_model", "vocab_file")
+    },
     passive=frozenset({"classifier_dropout", "gradient_checkpointing", "output_past"}),
 )

@@ -59,7 +59,7 @@ def test_each_data_module_takes_the_variables_that_it_has(module: Any) -> None:
     parameters = inspect.signature(module.__init__).parameters
     recipe = {"data": {"class_path": module.__name__, "init_args": {}}}
     found = changes_of(recipe, dict.fromkeys(DATA, "x"))["data"]["init_args"]
-    assert set(found) == {argument for argument, _ in DATA.values() if argument in parameters}
+    assert set(found) == {argument for argument in DATA.values() if argument in parameters}
     assert changes_of({"data": {"class_path": "mine.Data"}}, dict.fromkeys(DATA, "x")) == {}
 
 
