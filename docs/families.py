@@ -95,8 +95,8 @@ def _lines_with(names: tuple[str, ...]) -> int:
 
 @cache
 def _sources() -> tuple[str, ...]:
-    paths = (path for path in PACKAGE.rglob("*.py") if not {"families", "encoders"} & set(path.parts))
-    return tuple(path.read_text() for path in sorted(paths))
+    paths = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    return tuple((PACKAGE / path).read_text() for path in paths if path.parts[0] not in ("families", "encoders"))
 
 
 def _lines(path: Path) -> int:
