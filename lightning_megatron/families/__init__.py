@@ -81,7 +81,7 @@ def family_for(config: TransformerConfig, source: str | None = None) -> tuple[Fa
 def first_family(config: TransformerConfig) -> Family:
     """The first family with a configuration's class, or the nearest class above it.
 
-    Families with one class have the same classes of models and modules, up to defaults.
+    Families that share a class of configurations share the model, too.
     """
     families = {family.config_class: family for family in reversed([*FAMILIES.values()])}
     return next(families[kind] for kind in type(config).__mro__ if kind in families)

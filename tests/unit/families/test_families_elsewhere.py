@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FAMILY = '''
+FAMILY = """
 from dataclasses import dataclass
 from pathlib import Path
 from lightning_megatron.config.hugging_face.family import Family
@@ -34,7 +34,7 @@ FAMILY = Family(
 )
 
 class MyModule: ...
-'''
+"""
 USES = """if True:
     import sys
     sys.modules["torch"] = None
