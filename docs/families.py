@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from importlib import import_module
@@ -46,14 +45,14 @@ def _rows() -> list[tuple[str, ...]]:
         known |= set(new)
         in_words = ", ".join(f"`{field}`" for field in new) or "-"
         folders = _lines_of_own(family)
-        elsewhere = _lines_with(tuple(new), _own(family))
+        elsewhere = _lines_with(tuple(new))
         found.append((f"`{name}`", str(_lines(_file_of(name))), str(folders or "-"), in_words, str(elsewhere or "-")))
     return found
 
 
 def _file_of(model_type: str) -> Path:
     """The file that has a family."""
-    for path in sorted((PACKAGE / "families").rglob("[!_]*.py")):
+    for path in sorted([*(PACKAGE / "families").rglob("[!_]*.py"), *(PACKAGE / "encoders").glob("*/family.py")]):
         module = import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
         if getattr(module, "FAMILY", None) is FAMILIES[model_type]:
             return path
@@ -76,33 +75,28 @@ def _default(field: Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _own(family: Family) -> list[Path]:
-    """Files of a family whose configurations are of a class of their own."""
+def _lines_of_own(family: Family) -> int:
+    """Lines of the folder of a family whose configurations are of a class of their own, without the family's file."""
     defining = sys.modules[family.config_class.__module__].__file__
     is_shared = sum(each.config_class is family.config_class for each in FAMILIES.values()) > 1
     if is_shared or defining is None:
-        return []
-    return [Path(defining), *sorted((PACKAGE / "models" / family.model_type).glob("*.py"))]
+        return 0
+    return sum(_lines(path) for path in Path(defining).parent.glob("*.py") if path.name != "family.py")
 
 
-def _lines_of_own(family: Family) -> int:
-    return sum(map(_lines, _own(family)))
-
-
-def _lines_with(names: tuple[str, ...], but: list[Path]) -> int:
+def _lines_with(names: tuple[str, ...]) -> int:
     """Lines of shared code in which one of some names stands."""
     pattern = re.compile(rf"(?<!\w)({'|'.join(names)})(?!\w)") if names else None
     count = 0
-    for path, text in _sources().items():
-        if pattern is not None and path not in but:
-            count += sum(pattern.search(line) is not None for line in text.splitlines())
+    for text in _sources() if pattern is not None else ():
+        count += sum(pattern.search(line) is not None for line in text.splitlines())
     return count
 
 
 @cache
-def _sources() -> Mapping[Path, str]:
-    paths = (path for path in PACKAGE.rglob("*.py") if "families" not in path.parts)
-    return {path: path.read_text() for path in sorted(paths)}
+def _sources() -> tuple[str, ...]:
+    paths = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    return tuple((PACKAGE / path).read_text() for path in paths if path.parts[0] not in ("families", "encoders"))
 
 
 def _lines(path: Path) -> int:

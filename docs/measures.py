@@ -31,9 +31,8 @@ from tests.structure import files, imports  # noqa: E402
 from tests.walks import WALKS, steps_of  # noqa: E402
 
 PAGE, PACKAGE = ROOT / "docs" / "measures.md", ROOT / "lightning_megatron"
-TOOLS = ("tools",)
-"""Folders of what does not run during training."""
-ENCODERS = re.compile(r"encoders/|bert|t5|masked|span_corruption")
+HOUSES = {"tools": "tools", "encoders": "encoders", "testing": "helpers of tests"}
+"""Houses of folders; all others are core."""
 FOR_TOOLS = re.compile(r"# (type|noqa|fmt|mypy|ruff)\b")
 LAYERS = {
     "the module": "layers",
@@ -60,12 +59,7 @@ blank lines.
 
 def house_of(path: Path) -> str:
     """House of a file of the package: core, tools, encoders or helpers of tests."""
-    inside = path.relative_to(PACKAGE)
-    if inside.parts[0] == "testing":
-        return "helpers of tests"
-    if ENCODERS.search(inside.as_posix()):
-        return "encoders"
-    return "tools" if inside.parts[0] in TOOLS else "core"
+    return HOUSES.get(path.relative_to(PACKAGE).parts[0], "core")
 
 
 def lines_by_house(paths: Iterable[Path]) -> Counter[str]:
@@ -187,7 +181,7 @@ def measures() -> dict[str, object]:
     planned = [field for field in fields if any("planning" in path.parts for path in named[field])]
     importers = Counter(name for others in imports(ROOT, of_types=True).values() for name in others)
     loaded = reached()
-    of_tools = [name for name in loaded if name.split(".")[1] in TOOLS]
+    of_others = [name for name in loaded if name.split(".")[1] in HOUSES]
     houses = lines_by_house(files(ROOT))
     return {
         **{f"lines of {house}": f"{houses[house]:,}" for house in sorted(houses)},
@@ -197,7 +191,7 @@ def measures() -> dict[str, object]:
         "files that name such a field, median": f"{statistics.median(map(len, named.values())):.0f}",
         "fields that `planning` names": len(planned),
         "modules that importing the strategy loads": len(loaded),
-        "those of tools": len(of_tools),
+        "those of other houses than core": len(of_others),
         "own frames from `optimizer_step` to a matrix product": frames_to_a_product(),
         **{f"returns of the walk {walk!r}": returns(step.module for step in steps_of(walk)) for walk in WALKS},
         "modules with one importer": sum(count == 1 for count in importers.values()),

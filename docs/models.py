@@ -82,7 +82,7 @@ def _terms() -> str:
 
 
 def _module(name: str) -> str:
-    return next(family.module for family in FAMILIES.values() if name in family.presets)
+    return next(family.module_name for family in FAMILIES.values() if name in family.presets)
 
 
 def _place(name: str) -> tuple[str, int]:

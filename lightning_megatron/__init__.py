@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from lightning_megatron.adapters.lora import LoRA
     from lightning_megatron.config.layout import ParallelLayout
     from lightning_megatron.config.transformer import TransformerConfig
+    from lightning_megatron.encoders.bert.data_module import BertDataModule
+    from lightning_megatron.encoders.bert.module import BertModule
+    from lightning_megatron.encoders.t5.data_module import T5DataModule
+    from lightning_megatron.encoders.t5.module import T5Module
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from lightning_megatron.lightning.callbacks import (
@@ -29,15 +33,11 @@ if TYPE_CHECKING:
         VerifyCheckpoint,
     )
     from lightning_megatron.lightning.compat.accelerator import HPUAccelerator
-    from lightning_megatron.lightning.datamodules.bert_data import BertDataModule
     from lightning_megatron.lightning.datamodules.chat_data import ChatDataModule
     from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
-    from lightning_megatron.lightning.datamodules.t5_data import T5DataModule
     from lightning_megatron.lightning.modules.base_module import MegatronModule
-    from lightning_megatron.lightning.modules.bert import BertModule
     from lightning_megatron.lightning.modules.decoder import BloomModule, GPTModule, LlamaModule, MixtralModule
     from lightning_megatron.lightning.modules.load_module import load_module, read_checkpoint
-    from lightning_megatron.lightning.modules.t5 import T5Module
     from lightning_megatron.lightning.step.precision import MegatronPrecision
     from lightning_megatron.lightning.strategy.megatron import MegatronHPUStrategy, MegatronStrategy
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.config.bert import BertConfig
+from lightning_megatron.encoders.bert.config import BertConfig
 
 HEADS, HIDDEN, LAYERS, VOCAB, PADDED, POSITIONS = 4, 24, 4, 29, 32, 16
 CONFIG = BertConfig(

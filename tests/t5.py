@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Inputs, T5Model
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
-from lightning_megatron.models.t5.model import T5Inputs, T5Model
 from lightning_megatron.params import ShardRanks
 from tests.foreign import to_native, weight_map
 from tests.whole_weights import load_full

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from lightning_megatron.data.indexed import IndexedDataset, optimal_dtype
     from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
     from lightning_megatron.data.loading.resumable_loader import ResumableDataLoader
-    from lightning_megatron.data.masked.bert_dataset import BertDataset
-    from lightning_megatron.data.masked.t5_dataset import T5Dataset
     from lightning_megatron.data.sampler import MegatronSampler
     from lightning_megatron.data.tokenizers import Tokenizer, build_tokenizer
+    from lightning_megatron.encoders.bert.dataset import BertDataset
+    from lightning_megatron.encoders.t5.dataset import T5Dataset
 
 __all__ = [
     "BertDataset",

@@ -1,15 +1,20 @@
-"""The model families, one file each, found by listing the folder; torch is not needed."""
+"""The model families, one file each; torch is not needed.
+
+Those of decoders are found by listing the folder, others by their names in ``extensions``. All are imported at the
+first look for a family, not with this module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from pkgutil import walk_packages
+from pkgutil import resolve_name, walk_packages
 from typing import Any
 
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
+from lightning_megatron.extensions import LazyMapping, further_families
 
 
 def _in_folder() -> Iterator[Family]:
@@ -19,18 +24,26 @@ def _in_folder() -> Iterator[Family]:
             yield family
 
 
-FAMILIES: Mapping[str, Family] = {
-    each.model_type: each for each in sorted(_in_folder(), key=lambda each: (not each.default_preset, each.model_type))
-}
-"""Families by the ``model_type`` of ``config.json``: every ``FAMILY`` of a file in this folder.
+def _all() -> dict[str, Family]:
+    found: dict[str, Family] = {}
+    own = sorted(_in_folder(), key=lambda each: (not each.default_preset, each.model_type))
+    for each in (*own, *further_families()):
+        if each.model_type in found:
+            raise ConfigError([Problem("model_type", each.model_type, "two families are registered for it")])
+        found[each.model_type] = each
+    return found
 
-An export tries them in this order. Families with the default preset of a module come first, so that a LLaMA is written
-as one even if another family computes the same.
+
+FAMILIES: Mapping[str, Family] = LazyMapping(_all)
+"""Families by the ``model_type`` of ``config.json``: every ``FAMILY`` of a file in this folder, and those elsewhere.
+
+An export tries them in this order. Among those of the folder, families with the default preset of a module come first,
+so that a LLaMA is written as one even if another family computes the same.
 """
 
-DEFAULT_PRESETS: Mapping[str, str] = {
-    family.module: family.default_preset for family in FAMILIES.values() if family.default_preset
-}
+DEFAULT_PRESETS: Mapping[str, str] = LazyMapping(
+    lambda: {family.module_name: family.default_preset for family in FAMILIES.values() if family.default_preset}
+)
 """Default preset of each LightningModule, by the module's name."""
 
 
@@ -65,7 +78,15 @@ def family_for(config: TransformerConfig, source: str | None = None) -> tuple[Fa
     raise min(refusals, key=lambda refusal: len(refusal.problems))
 
 
-def module_of(config: TransformerConfig) -> str:
-    """Name of the LightningModule for a configuration; any decoder is trained by the same."""
-    kind = type(config)
-    return next((family.module for family in FAMILIES.values() if family.config_class is kind), "GPTModule")
+def first_family(config: TransformerConfig) -> Family:
+    """The first family with a configuration's class, or the nearest class above it.
+
+    Families that share a class of configurations share the model, too.
+    """
+    families = {family.config_class: family for family in reversed([*FAMILIES.values()])}
+    return next(families[kind] for kind in type(config).__mro__ if kind in families)
+
+
+def module_of(config: TransformerConfig) -> Any:
+    """Class of the LightningModule for a configuration; any decoder is trained by the same."""
+    return resolve_name(first_family(config).module)

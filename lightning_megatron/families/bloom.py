@@ -121,7 +121,7 @@ FAMILY = Family(
     _to_hf,
     TENSORS,
     PRESETS,
-    module="BloomModule",
+    module="lightning_megatron:BloomModule",
     default_preset="bloom-560m",
     # Settings of the code that trained BLOOM: published files have them, and transformers does not read them.
     passive=frozenset(

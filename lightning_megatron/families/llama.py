@@ -97,7 +97,7 @@ FAMILY = Family(
     _to_hf,
     TENSORS,
     PRESETS,
-    module="LlamaModule",
+    module="lightning_megatron:LlamaModule",
     default_preset="llama3.1-8b",
     passive=frozenset({"pretraining_tp"}),
 )

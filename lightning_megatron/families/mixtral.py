@@ -90,7 +90,7 @@ FAMILY = Family(
     _to_hf,
     TENSORS,
     PRESETS,
-    module="MixtralModule",
+    module="lightning_megatron:MixtralModule",
     default_preset="mixtral-8x7b",
     defaults={
         "rope_theta": 1e6,

@@ -9,11 +9,12 @@ from typing import Any
 from lightning_megatron.config.hugging_face.family import Recipe
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, nearest_names, raise_if_any
+from lightning_megatron.extensions import LazyMapping
 from lightning_megatron.families import FAMILIES
 
-_RECIPES: Mapping[str, Recipe] = {
-    name: recipe for family in FAMILIES.values() for name, recipe in family.presets.items()
-}
+_RECIPES: Mapping[str, Recipe] = LazyMapping(
+    lambda: {name: recipe for family in FAMILIES.values() for name, recipe in family.presets.items()}
+)
 
 
 class _Presets(Mapping[str, TransformerConfig]):
@@ -36,9 +37,6 @@ class _Presets(Mapping[str, TransformerConfig]):
 def _built(name: str) -> TransformerConfig:
     return _RECIPES[name]()
 
-
-_CLASSES = {name: family.config_class for name, family in FAMILIES.items()}
-"""Classes of configurations by the field ``model_type``; without that field the class is a decoder's."""
 
 PRESETS: Mapping[str, TransformerConfig] = _Presets()
 
@@ -63,5 +61,6 @@ def configuration(given: str | TransformerConfig | Mapping[str, Any], **changes:
     if isinstance(given, str):
         given = preset(given)
     elif not isinstance(given, TransformerConfig):
-        given = _CLASSES.get(str(given.get("model_type")), TransformerConfig).of(given)
+        family = FAMILIES.get(str(given.get("model_type")))
+        given = (family.config_class if family else TransformerConfig).of(given)
     return given.replace(**changes)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import LlamaModule, MegatronHPUStrategy
 from lightning_megatron.config.recompute_plan import RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.layers.cross_attention import CrossAttention
+from lightning_megatron.encoders.t5.cross_attention import CrossAttention
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from lightning_megatron.config.hugging_face.passive import is_passive
@@ -27,12 +28,16 @@ class Family:
         to_hf: function of a reader of those fields that gives entries of ``config.json``, without names.
         tensors: tensors of both sides.
         presets: recipes of published shapes by name.
-        module: name of the LightningModule that trains it.
+        module: class of the LightningModule that trains it, as ``module:name``.
+        model: class of the model inside of it, likewise.
         default_preset: preset that the module uses if none is given; empty if the module belongs to another family.
         defaults: defaults of the architecture in place of those that ``from_hf`` assumes.
         passive: entries of ``config.json`` that do not affect what the model computes.
         stack_keys: entries of ``config.json`` that count the layers of a further stack, by its name in our tensors.
         config_class: class of our configurations.
+        megatron: its ``MegatronFamily``, for checkpoints of Megatron-LM, likewise; empty for that of a decoder.
+        recipes: folder of its training recipes, ``None`` for none; the name of the one for a CPU ends in ``-tiny``.
+        data_paths: arguments that are paths, by the name of a data module that only this family has.
     """
 
     model_type: str
@@ -41,12 +46,21 @@ class Family:
     to_hf: Callable[[ConfigReader], dict[str, Any]]
     tensors: Tensors
     presets: Mapping[str, Recipe] = field(default_factory=dict)
-    module: str = "GPTModule"
+    module: str = "lightning_megatron:GPTModule"
+    model: str = "lightning_megatron.models.gpt:GPTModel"
     default_preset: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passive: frozenset[str] = frozenset()
     stack_keys: Mapping[str, str] = field(default_factory=dict)
     config_class: type[TransformerConfig] = TransformerConfig
+    megatron: str = ""
+    recipes: Path | None = None
+    data_paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def module_name(self) -> str:
+        """Name of the module's class."""
+        return self.module.rpartition(":")[2]
 
     def config_from_hf(self, contents: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of ``TransformerConfig`` from the contents of ``config.json``.

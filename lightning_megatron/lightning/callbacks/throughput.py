@@ -28,7 +28,7 @@ class CountsFlops(Protocol):
 
 @runtime_checkable
 class CountsBatchFlops(Protocol):
-    """A module whose batches have more than one length; ``T5Module`` is one."""
+    """A module whose batches have more than one length, as those of an encoder and a decoder."""
 
     def batch_flops(self, batch: Any) -> float:
         """FLOPs of forward and backward for a batch."""

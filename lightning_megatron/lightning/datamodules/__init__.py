@@ -1,1 +1,1 @@
-"""Data modules: text, chats, and pairs for BERT and T5."""
+"""Data modules: text and chats."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_megatron.documents import Documents, device_problem
 from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
-from lightning_megatron.families import DEFAULT_PRESETS
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.lightning.build.placement import Placement
 from lightning_megatron.lightning.modules import documents as packed
@@ -43,7 +42,7 @@ class GPTModule(TransformerModule):
     those of :class:`TransformerModule`.
     """
 
-    default_config = DEFAULT_PRESETS["GPTModule"]
+    default_config = "gpt2"
     splits_context = True
     counts_tokens = True
     takes_adapters = True
@@ -313,7 +312,7 @@ class BloomModule(GPTModule):
 class LlamaModule(GPTModule):
     """LLaMA: a :class:`GPTModule` whose default configuration is ``llama3.1-8b``."""
 
-    default_config = DEFAULT_PRESETS["LlamaModule"]
+    default_config = "llama3.1-8b"
 
 
 class MixtralModule(GPTModule):
@@ -322,4 +321,4 @@ class MixtralModule(GPTModule):
     The auxiliary losses of experts are differentiated with the loss of the model, and are no part of ``train_loss``.
     """
 
-    default_config = DEFAULT_PRESETS["MixtralModule"]
+    default_config = "mixtral-8x7b"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from lightning_megatron.checkpoint import OpenCheckpoint
@@ -50,13 +50,13 @@ def checked_hf_config(path: PathLike) -> TransformerConfig:
 
 
 def hf_module_name(path: PathLike) -> str:
-    """Name of this package's module that trains the model of a directory.
+    """Full name of the LightningModule that trains the model of a directory.
 
     Raises:
         CheckpointError: if there is no such directory.
         ConfigError: for a model of an unknown family.
     """
-    return family_of_weights(read_config(path)).module
+    return family_of_weights(read_config(path)).module.replace(":", ".")
 
 
 def hf_module_class(path: PathLike, parent: type[ModuleT]) -> type[ModuleT]:
@@ -66,10 +66,10 @@ def hf_module_class(path: PathLike, parent: type[ModuleT]) -> type[ModuleT]:
         CheckpointError: if there is no such directory.
         ConfigError: for a model of an unknown family, or if the class is no subclass of ``parent``.
     """
-    name = hf_module_name(path)
-    chosen: type[ModuleT] = getattr(import_module("lightning_megatron"), name)
+    chosen: type[ModuleT] = resolve_name(hf_module_name(path))
     if not issubclass(chosen, parent):
-        raise ConfigError([Problem("model_type", read_config(path)["model_type"], f"no {parent.__name__}", (name,))])
+        kind, near = read_config(path)["model_type"], (chosen.__name__,)
+        raise ConfigError([Problem("model_type", kind, f"no {parent.__name__}", near)])
     return chosen
 
 

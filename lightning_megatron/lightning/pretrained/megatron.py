@@ -9,9 +9,9 @@ from lightning_megatron.checkpoint.formats.megatron import (
     config_from_arguments,
     size_problems,
 )
+from lightning_megatron.checkpoint.formats.megatron.families import family_of_checkpoint
 from lightning_megatron.checkpoint.formats.megatron.weight_map import megatron_weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.files import PathLike
@@ -31,18 +31,8 @@ def megatron_config(checkpoint: MegatronCheckpoint, path: PathLike) -> Transform
         reason = f"the command line in {path} is older than that argument, and does not say which GELU the model has"
         raise ConfigError([Problem("config", None, f"{reason}: name a preset or a file")])
     fields = config_from_arguments(checkpoint.arguments)
-    if "lm_head.dense.weight" not in checkpoint.tensors:
-        return TransformerConfig(**fields)
-    is_fused = fields["activation"] == "gelu_tanh" and not checkpoint.arguments.get("openai_gelu")
-    types = checkpoint.tensors.get("embedding.tokentype_embeddings.weight")
-    return BertConfig(
-        **fields,
-        norm_position="before",
-        # The kernel that fuses bias and GELU approximates it, and is one of layers only.
-        head_activation="gelu" if is_fused else "",
-        num_token_types=0 if types is None else types.shape[0],
-        next_sentence="binary_head.weight" in checkpoint.tensors,
-    )
+    family = family_of_checkpoint(checkpoint)
+    return family.config(fields, checkpoint) if family else TransformerConfig(**fields)
 
 
 def megatron_tensors(

@@ -6,23 +6,15 @@ built on the meta device, where it has shapes and no values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 import torch
 
-from lightning_megatron.config.bert import BertConfig
-from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.models.bert.model import BertModel
-from lightning_megatron.models.gpt import GPTModel
-from lightning_megatron.models.stages import StagedModel
-from lightning_megatron.models.t5.model import T5Model
+from lightning_megatron.families import first_family
 from lightning_megatron.params import ParamSpec, named_weights
-
-_MODELS: Mapping[type[TransformerConfig], type[StagedModel]] = {BertConfig: BertModel, T5Config: T5Model}
-"""Classes of models by the class of their configurations; any other configuration is a decoder's."""
 
 
 class _Declared(NamedTuple):
@@ -56,7 +48,7 @@ def weight_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=16)
 def _declared(config: TransformerConfig) -> tuple[_Declared, ...]:
-    kind = next((model for of, model in _MODELS.items() if isinstance(config, of)), GPTModel)
+    kind = resolve_name(first_family(config).model)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = kind(config)
     return tuple(

@@ -18,7 +18,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-import lightning_megatron
 from lightning_megatron.checkpoint import CheckpointError, open_checkpoint
 from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
 from lightning_megatron.comm.objects import all_gather_object
@@ -206,7 +205,7 @@ def decoder_arguments(checkpoint: PathLike) -> dict[str, Any]:
         do = "merge them first with `lightning-megatron convert merge`"
         raise CheckpointError(f"{checkpoint} holds adapters alone: {do}")
     config = config_of(given)
-    kind = GPTModule if config is None else getattr(lightning_megatron, module_of(config))
+    kind = GPTModule if config is None else module_of(config)
     if not issubclass(kind, GPTModule):
         raise ConfigError([Problem("--checkpoint", kind.__name__, "its model is no decoder", ("GPTModule",))])
     return given

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from lightning_megatron.families import FAMILIES
 from lightning_megatron.tools.recipes.contents import arguments_of, class_of
 
 _PREFIX = "LIGHTNING_MEGATRON_"
 OUTPUT = f"{_PREFIX}OUTPUT_DIR"
-_GPT, _BERT, _T5 = "MegatronDataModule", "BertDataModule", "T5DataModule"
-_EVERY = (_GPT, _BERT, _T5)
-DATA: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    f"{_PREFIX}DATA_PATH": ("data_path", _EVERY),
-    f"{_PREFIX}VAL_DATA_PATH": ("val_data_path", _EVERY),
-    f"{_PREFIX}TEST_DATA_PATH": ("test_data_path", _EVERY),
-    f"{_PREFIX}DATA_CACHE_DIR": ("cache_dir", _EVERY),
-    f"{_PREFIX}TOKENIZER_MODEL": ("tokenizer_model", (_GPT, _T5)),
-    f"{_PREFIX}VOCAB_FILE": ("vocab_file", _EVERY),
-    f"{_PREFIX}MERGE_FILE": ("merge_file", (_GPT,)),
+DATA: Mapping[str, str] = {
+    f"{_PREFIX}DATA_PATH": "data_path",
+    f"{_PREFIX}VAL_DATA_PATH": "val_data_path",
+    f"{_PREFIX}TEST_DATA_PATH": "test_data_path",
+    f"{_PREFIX}DATA_CACHE_DIR": "cache_dir",
+    f"{_PREFIX}TOKENIZER_MODEL": "tokenizer_model",
+    f"{_PREFIX}VOCAB_FILE": "vocab_file",
+    f"{_PREFIX}MERGE_FILE": "merge_file",
 }
-"""Arguments of data modules by variable, and the data modules that have them."""
+"""Arguments of data modules by variable; a data module takes those that it has."""
 
 VARIABLES = (*DATA, OUTPUT)
 
@@ -29,17 +28,26 @@ VARIABLES = (*DATA, OUTPUT)
 def changes_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
     """Parts of a recipe that variables change; empty if none does. Empty variables count as missing."""
     found: dict[str, Any] = {}
-    data, kind = recipe.get("data"), class_of(recipe.get("data"))
+    data = recipe.get("data")
+    taken = _paths_of(class_of(data))
     given = {
         argument: _value(environment[name])
-        for name, (argument, kinds) in DATA.items()
-        if kind in kinds and environment.get(name)
+        for name, argument in DATA.items()
+        if argument in taken and environment.get(name)
     }
     if given and isinstance(data, Mapping):
         found["data"] = {"class_path": data["class_path"], "init_args": given}
     if output := environment.get(OUTPUT):
         found["trainer"] = _moved(recipe.get("trainer") or {}, output)
     return found
+
+
+def _paths_of(data_module: str) -> Collection[str]:
+    """Arguments of a data module that are paths; none for one that no family names."""
+    if data_module == "MegatronDataModule":
+        return DATA.values()
+    own = (family.data_paths.get(data_module) for family in FAMILIES.values())
+    return next((paths for paths in own if paths), ())
 
 
 def _value(text: str) -> Any:

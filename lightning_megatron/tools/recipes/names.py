@@ -1,6 +1,7 @@
 """Names of the recipes that come with the package.
 
-A recipe is a file ``NAME.yaml`` beside this one; ``NAME/32k.yaml`` holds the differences of ``NAME-32k`` to it.
+A recipe is a file ``NAME.yaml`` beside this one, or in a family's folder; ``NAME/32k.yaml`` holds the differences of
+``NAME-32k`` to it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_megatron.errors import ConfigError, Problem, nearest_names
+from lightning_megatron.families import FAMILIES
 
 _FOLDER = Path(__file__).parent
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -42,9 +44,9 @@ def files_of(word: str) -> tuple[Path, ...]:
 
 
 def _all() -> dict[str, tuple[Path, ...]]:
-    found: dict[str, tuple[Path, ...]] = {path.stem: (path,) for path in _FOLDER.glob("*.yaml")}
-    changed: dict[str, tuple[Path, ...]] = {
-        f"{path.parent.name}-{path.stem}": (_FOLDER / f"{path.parent.name}.yaml", path)
-        for path in _FOLDER.glob("*/*.yaml")
-    }
-    return found | changed
+    found: dict[str, tuple[Path, ...]] = {}
+    for folder in (_FOLDER, *(family.recipes for family in FAMILIES.values() if family.recipes)):
+        found |= {path.stem: (path,) for path in folder.glob("*.yaml")}
+        for path in folder.glob("*/*.yaml"):
+            found[f"{path.parent.name}-{path.stem}"] = (folder / f"{path.parent.name}.yaml", path)
+    return found

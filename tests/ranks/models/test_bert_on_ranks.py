@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from lightning_megatron.comm.collectives import all_reduce
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.model import BertInputs, BertModel
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.bert.model import BertInputs, BertModel
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
 
 VOCAB, B = 37, 3

@@ -14,10 +14,10 @@ import torch
 from lightning_megatron import ConfigError
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.answer import answer
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.t5.answer import answer
-from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
 from tests.t5 import inputs_of, labels_of
 

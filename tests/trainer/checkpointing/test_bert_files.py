@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_megatron import BertModule, ConfigError, GPTModule, MegatronModule
+from lightning_megatron.encoders.bert.model import BertInputs
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf, hf_to_checkpoint
-from lightning_megatron.models.bert.model import BertInputs
 
 VOCAB = 61
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron import BertModule, MegatronStrategy
+from lightning_megatron.encoders.bert.model import BertModel
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.lightning.pretrained.convert import megatron_to_checkpoint
-from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.tools.cli.convert import convert_command

@@ -17,11 +17,11 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.data import IndexedDatasetWriter
+from lightning_megatron.encoders.bert.model import BertModel
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit
@@ -29,6 +29,7 @@ from lightning_megatron.stage import StageBoundary
 from lightning_megatron.tools.cli.main import main
 from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
 from lightning_megatron.tools.planning.memory.peak import memory_of
+from lightning_megatron.tools.recipes.names import recipe_files
 
 RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 # recipe: parameters; ranks, dp, tp, pp, ep; its twin
@@ -82,7 +83,7 @@ def test_every_stage_of_a_recipe_can_be_built_and_together_they_hold_the_model(n
 
 def test_the_recipe_of_bert_passes_every_check_and_can_be_built(tmp_path: Path) -> None:
     sentences, vocabulary = bert_data(tmp_path)
-    words = ["--config", str(RECIPES / "bert-large.yaml"), "--trainer.accelerator=cpu"]
+    words = ["--config", str(*recipe_files("bert-large")), "--trainer.accelerator=cpu"]
     words += [f"--data.data_path={sentences}", f"--data.vocab_file={vocabulary}"]
     cli = LightningCLI(
         LightningModule,
@@ -128,7 +129,7 @@ def bert_data(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [*(twin for *_, twin in CASES.values()), "bert-tiny"])
 def test_a_twin_trains_from_the_command_line(name: str, tmp_path: Path) -> None:
-    recipe = RECIPES / f"{name}.yaml"
+    (recipe,) = recipe_files(name)
     words = ["fit", f"--config={recipe}", "--data.split=80,20,0", "--trainer.logger=CSVLogger"]
     if name.startswith("bert"):
         sentences, vocabulary = bert_data(tmp_path)

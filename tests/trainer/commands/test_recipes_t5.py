@@ -15,18 +15,17 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy, T5Module
 from lightning_megatron.data import build_tokenizer
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.machine.job_environment import own_environment
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.params import spec_registry
 from lightning_megatron.pipeline.partition import LayerSplit
 from lightning_megatron.stage import StageBoundary
 from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.recipes.names import recipe_files
 from tests.t5 import TINY, hf_model
-
-RECIPES = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_the_recipe_passes_every_check_and_the_model_of_each_rank_can_be_built(tmp_path: Path, data: list[str]) -> None:
-    words = ["--config", str(RECIPES / "t5-11b.yaml"), "--trainer.accelerator=cpu", *data]
+    words = ["--config", str(*recipe_files("t5-11b")), "--trainer.accelerator=cpu", *data]
     cli = LightningCLI(
         LightningModule,
         LightningDataModule,
@@ -113,7 +112,7 @@ def test_generate_with_a_model_that_writes_nothing(tmp_path: Path, capsys: pytes
 
 @pytest.mark.exhaustive
 def test_the_twin_trains_from_the_command_line(tmp_path: Path, data: list[str]) -> None:
-    words = ["fit", f"--config={RECIPES / 't5-tiny.yaml'}", *data, "--data.split=80,20,0"]
+    words = ["fit", "--recipe=t5-tiny", *data, "--data.split=80,20,0"]
     words += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
     words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={tmp_path / 'logs'}"]
     command = [sys.executable, "-m", "lightning_megatron.tools.cli.main", *words]

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_megatron import ConfigError, MegatronStrategy, T5DataModule, T5Module
-from lightning_megatron.data.masked.span_vocabulary import span_vocabulary
 from lightning_megatron.data.tokenizers import build_tokenizer
+from lightning_megatron.encoders.t5.span_vocabulary import span_vocabulary
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.tools.cli.main import main
 

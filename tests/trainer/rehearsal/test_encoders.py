@@ -14,12 +14,12 @@ from lightning_megatron import BertDataModule, BertModule, MegatronStrategy, T5D
 from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import kind_in_tests
 from lightning_megatron.tools.cli.main import main
+from lightning_megatron.tools.recipes.names import recipe_files
 from lightning_megatron.tools.rehearsal.rehearse import rehearse
 
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="what is rehearsed is a run on a CPU")
 
-CONFIGS = Path(__file__).parents[3] / "lightning_megatron" / "tools" / "recipes"
 PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(95))]
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 256}
 
@@ -79,7 +79,7 @@ RECIPES = {"bert-tiny": 2, "t5-tiny": 4, "bert-large": 8, "t5-11b": 8}
     [pytest.param(each, marks=pytest.mark.slow if "tiny" in each else pytest.mark.exhaustive) for each in RECIPES],
 )
 def test_a_recipe_runs_at_its_true_size(name: str, vocabulary: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", str(CONFIGS / f"{name}.yaml"), f"--data.vocab_file={vocabulary}"]
+    words = ["--config", str(*recipe_files(name)), f"--data.vocab_file={vocabulary}"]
     if name.startswith("t5"):
         words += ["--data.tokenizer_type=BertWordPieceLowerCase", "--data.tokenizer_model=null"]
     assert main(["rehearse", *words, "--json"]) == 0

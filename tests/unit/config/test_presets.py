@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.model import BertModel
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.layers import padded_vocab_size
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import PRESETS, preset
 from lightning_megatron.models.stages import StagedModel
-from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.params import spec_registry
 

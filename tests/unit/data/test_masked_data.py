@@ -18,10 +18,10 @@ from numpy.random import RandomState
 
 from lightning_megatron import ConfigError
 from lightning_megatron.data import BertDataset, DataError, IndexedDataset, IndexedDatasetWriter, build_tokenizer
-from lightning_megatron.data.masked.bert_dataset import truncated
-from lightning_megatron.data.masked.masking import MaskingRule, Vocabulary, choose_runs, mask_tokens, words_of
-from lightning_megatron.data.masked.sentence_index import SentenceRule, samples_of_document, usable_documents
 from lightning_megatron.data.tokenizers import BertWordPieceTokenizer
+from lightning_megatron.encoders.bert.dataset import truncated
+from lightning_megatron.encoders.sentences.index import SentenceRule, samples_of_document, usable_documents
+from lightning_megatron.encoders.sentences.masking import MaskingRule, Vocabulary, choose_runs, mask_tokens, words_of
 
 SIZE, CLS, SEP, MASK, PAD = 1000, 1, 2, 3, 0
 WORDS = Vocabulary(np.arange(SIZE), CLS, SEP, MASK, PAD, np.arange(SIZE) % 3 == 2)

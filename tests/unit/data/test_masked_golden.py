@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lightning_megatron.data import IndexedDataset
-from lightning_megatron.data.masked.bert_dataset import BertDataset
-from lightning_megatron.data.masked.masking import MaskingRule, Vocabulary
-from lightning_megatron.data.masked.mersenne_twister import draw_64_bits
-from lightning_megatron.data.masked.t5_dataset import SpanVocabulary, T5Dataset
+from lightning_megatron.encoders.bert.dataset import BertDataset
+from lightning_megatron.encoders.sentences.masking import MaskingRule, Vocabulary
+from lightning_megatron.encoders.sentences.mersenne_twister import draw_64_bits
+from lightning_megatron.encoders.t5.dataset import SpanVocabulary, T5Dataset
 from tests.unit.data.golden.masked_cases import BERT, PIECES, SAMPLES, SENTINELS, SPECIAL, T5, Case
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -12,8 +12,8 @@ from numpy.random import RandomState
 
 from lightning_megatron import ConfigError
 from lightning_megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
-from lightning_megatron.data.masked.masking import MaskingRule, choose_runs
-from lightning_megatron.data.masked.t5_dataset import SPANS, SpanVocabulary, T5Dataset, corrupted
+from lightning_megatron.encoders.sentences.masking import MaskingRule, choose_runs
+from lightning_megatron.encoders.t5.dataset import SPANS, SpanVocabulary, T5Dataset, corrupted
 
 SIZE, BOS, EOS, PAD = 1000, 1, 2, 0
 SENTINELS = tuple(range(999, 899, -1))

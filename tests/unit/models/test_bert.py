@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron import ConfigError
-from lightning_megatron.config.bert import BertConfig
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.model import BertInputs, BertModel
 from lightning_megatron.families import FAMILIES
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
-from lightning_megatron.models.bert.model import BertInputs, BertModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.testing.parity import differences
 from tests.foreign import to_native, weight_map

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.formats.megatron.weight_map import megatron_weight_map as megatron_weight_map
-from lightning_megatron.config.bert import BertConfig
-from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.model import BertModel
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families import family_for
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes, parameter_specs, weight_shapes
-from lightning_megatron.models.bert.model import BertModel
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import PRESETS
 from lightning_megatron.models.stages import StagedModel
-from lightning_megatron.models.t5.model import T5Model
 from lightning_megatron.params import named_specs, named_weights
 from tests.foreign import weight_map
 

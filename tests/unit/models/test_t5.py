@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron import ConfigError, ParallelLayout, T5Module
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.answer import answer
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Inputs, T5Model
+from lightning_megatron.encoders.t5.parts import relative_buckets
 from lightning_megatron.errors import DataError
 from lightning_megatron.families import FAMILIES, family_for
 from lightning_megatron.models.presets import PRESETS
-from lightning_megatron.models.t5.answer import answer
-from lightning_megatron.models.t5.model import T5Inputs, T5Model
-from lightning_megatron.models.t5.parts import relative_buckets
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing.parity import differences
 from tests.foreign import to_foreign, weight_map

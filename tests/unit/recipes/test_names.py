@@ -18,11 +18,12 @@ from lightning_megatron.tools.recipes.names import files_of, is_file, recipe_fil
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "lightning_megatron" / "tools" / "recipes"
+ENCODERS = ROOT / "lightning_megatron" / "encoders"
 
 
 def test_every_file_has_a_name_and_every_name_its_files() -> None:
     files = {path for name in recipe_names() for path in recipe_files(name)}
-    assert files == set(FOLDER.rglob("*.yaml"))
+    assert files == {*FOLDER.rglob("*.yaml"), *ENCODERS.glob("*/recipes/*.yaml")}
     assert recipe_files("llama3.1-8b-32k-cp") == (FOLDER / "llama3.1-8b.yaml", FOLDER / "llama3.1-8b" / "32k-cp.yaml")
     for name in recipe_names():
         assert not is_file(name)
@@ -83,6 +84,5 @@ def test_recipes_are_in_what_is_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "--quiet", *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    installed = tmp_path / "lib" / "lightning_megatron" / "tools" / "recipes"
-    found = {str(path.relative_to(installed)) for path in installed.rglob("*.yaml")}
-    assert found == {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")}
+    found = {path.relative_to(tmp_path / "lib") for path in tmp_path.joinpath("lib").rglob("*.yaml")}
+    assert found == {path.relative_to(ROOT) for name in recipe_names() for path in recipe_files(name)}

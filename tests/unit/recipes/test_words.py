@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_megatron.encoders.bert.data_module import BertDataModule
+from lightning_megatron.encoders.t5.data_module import T5DataModule
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.lightning.datamodules.bert_data import BertDataModule
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
-from lightning_megatron.lightning.datamodules.t5_data import T5DataModule
 from lightning_megatron.tools.cli.recipes.options import with_environment
 from lightning_megatron.tools.cli.recipes.words import config_words
 from lightning_megatron.tools.recipes.contents import contents_of
@@ -59,7 +59,7 @@ def test_each_data_module_takes_the_variables_that_it_has(module: Any) -> None:
     parameters = inspect.signature(module.__init__).parameters
     recipe = {"data": {"class_path": module.__name__, "init_args": {}}}
     found = changes_of(recipe, dict.fromkeys(DATA, "x"))["data"]["init_args"]
-    assert set(found) == {argument for argument, _ in DATA.values() if argument in parameters}
+    assert set(found) == {argument for argument in DATA.values() if argument in parameters}
     assert changes_of({"data": {"class_path": "mine.Data"}}, dict.fromkeys(DATA, "x")) == {}
 
 

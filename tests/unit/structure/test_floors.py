@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import lightning_megatron
+from lightning_megatron.extensions import FAMILIES
 
 PACKAGE = Path(lightning_megatron.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -46,6 +48,8 @@ WITHOUT_LIGHTNING = ("tools/calibration", "tools/launching", "tools/planning", "
 DEVICE_MODULES = {"device", "ops", "testing"}
 DEVICE_WORDS = {"cuda", "hpu", "nccl", "hccl", "gloo"}
 ANOTHERS_WORDS = ("from_megatron/flags.py", "from_megatron/variables.py")  # names that another program has given
+SCRIPTS = PACKAGE / "tools/cli/from_megatron/words.py"  # names of another program's scripts
+PUBLIC_NAMES = (PACKAGE / "__init__.py", PACKAGE / "data/__init__.py")  # imported at their first use, by name
 
 
 def part_of(module: str) -> str:
@@ -117,6 +121,8 @@ def imports_from_above(path: Path) -> Iterator[str]:
     for module, line in imports_of(path):
         if module == "lightning_megatron":  # its modules are looked at one by one; its names are for users
             continue
+        if path in PUBLIC_NAMES and module not in imports_when_it_runs(path):
+            continue
         home = module.split(".")[0]
         if home == "lightning_megatron" and not may_import(part, part_of(module)):
             yield f"{line}: {part or 'the package'} imports {module}"
@@ -128,6 +134,37 @@ def imports_from_above(path: Path) -> Iterator[str]:
 def test_files_import_only_from_layers_below():
     assert {part_of(module_of(path)) for path in FILES} <= LAYERS.keys(), "on no layer of docs/design.md"
     assert not faults(imports_from_above, FILES)
+
+
+def encoders_in(path: Path, source: str) -> Iterator[str]:
+    """Lines outside of the encoders that name their modules, or in a tool one of their models."""
+    names = r"lightning_megatron\.encoders"
+    if part_of(module_of(path)) == "tools" and path != SCRIPTS:
+        names = rf"{names}|(?<![a-z0-9])(bert|t5)(?!WordPiece)"
+    for number, line in enumerate(source.splitlines(), 1):
+        is_typed = path in PUBLIC_NAMES and line.startswith("    from ")  # for type checkers
+        is_in_table = path == PACKAGE / "extensions.py" and line.strip(' ",') in FAMILIES
+        if re.search(names, line, re.IGNORECASE) and not (is_typed or is_in_table):
+            yield f"{number}: {line.strip()}"
+
+
+def test_encoders_are_reached_by_the_tables_of_names_alone():
+    """They stand for a family of another package: what they need of the others, that family gets too."""
+    others = [path for path in FILES if part_of(module_of(path)) != "encoders"]
+    assert not faults(lambda path: encoders_in(path, path.read_text()), others)
+
+
+@pytest.mark.parametrize(
+    ("file", "planted"),
+    [
+        ("layers/mlp.py", "    from lightning_megatron.encoders.t5 import parts"),
+        ("__init__.py", "from lightning_megatron.encoders.t5 import parts"),
+        ("extensions.py", 'EXTENSIONS = {"mask": "lightning_megatron.encoders.sentences:masking"}'),
+        ("tools/planning/plan.py", "if type(config).__name__ == 'BertConfig':"),
+    ],
+)
+def test_another_way_to_the_encoders_is_found(file, planted):
+    assert list(encoders_in(PACKAGE / file, planted)) == [f"1: {planted.strip()}"]
 
 
 def rooms() -> dict[str, dict[str, int]]:
@@ -314,6 +351,8 @@ times.append(seconds())
 import lightning_megatron
 times.append(seconds())
 spent = dict(zip(("torch", "transformers", "lightning", "ours"), (b - a for a, b in zip(times, times[1:]))))
+for name in sys.argv[1:]:
+    __import__(name)
 print(json.dumps({"seconds": spent, "runs": runs, "modules": sorted(sys.modules)}))
 """
 QUIET_MACHINE = 1.1  # CPU seconds that torch takes to import on the machine that the limit of 5 s was set on
@@ -337,9 +376,12 @@ def test_programs_that_this_one_stands_beside_are_not_imported():
     assert modules & {"megatron", "deepspeed", "apex", "transformer_engine", "nemo", "nltk", "mpi4py"} == set()
 
 
+@cache
 def imported():
-    """What happens when the package is imported, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=900, check=False)
+    """What happens when the package is imported, and then each module of the core, in a process of its own."""
+    core = [name for name in map(module_of, FILES) if part_of(name) not in ("encoders", "tools", "testing")]
+    core.remove("lightning_megatron.lightning.classes_for_cli")  # imports all public names, for LightningCLI
+    done = subprocess.run([sys.executable, "-c", SPY, *core], capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -349,6 +391,12 @@ def test_the_package_imports_without_a_compiler_and_without_the_bridge():
     compilers = [run for run in found["runs"] if re.search(r"\b(gcc|g\+\+|cc|c\+\+|clang|nvcc|ninja|make)\b", run)]
     assert not compilers
     assert not [name for name in found["modules"] if name.startswith("habana")]
+
+
+def test_the_core_imports_neither_encoders_nor_tools():
+    loaded = Counter(part_of(name) for name in imported()["modules"] if name.startswith("lightning_megatron."))
+    assert loaded["lightning"] > 100
+    assert (loaded["encoders"], loaded["tools"]) == (0, 0)
 
 
 @pytest.mark.slow

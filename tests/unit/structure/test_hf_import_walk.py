@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import lightning_megatron.lightning.pretrained.convert  # noqa: F401 - or its imports would be among the calls
+from lightning_megatron.families import FAMILIES
 from lightning_megatron.tools.cli.convert import convert_command
 from tests.walks import PACKAGE, profiled, steps_of
 
@@ -27,7 +28,7 @@ DECLARED = "lightning/pretrained/parameter_specs.py"
 OF_THE_CONFIGURATION = {"checkpoint/formats/hf/__init__.py", "families/__init__.py", "families/llama.py"}
 OF_THE_CONFIGURATION |= {f"config/hugging_face/{name}.py" for name in ("family", "passive", "decoder", "rope")}
 OF_THE_CONFIGURATION |= {f"config/{name}.py" for name in ("reader", "transformer", "attention", "moe", "rope_scaling")}
-OF_THE_CONFIGURATION |= {"arguments.py", "errors.py"}
+OF_THE_CONFIGURATION |= {"arguments.py", "errors.py", "extensions.py"}
 BESIDE_THE_TENSOR = {
     "tools/cli/common.py": "ends by signal",
     "files/small.py": "reads JSON",
@@ -61,6 +62,7 @@ def test_a_tensor_passes_the_modules_of_the_list_and_no_model_is_built_in_memory
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
     save_file({name: torch.ones(shape) for name, shape in SHAPES.items()}, tmp_path / "hf" / "model.safetensors")
+    assert "llama" in FAMILIES  # imports all of them, before the walk
     words = ["hf-to-ckpt", str(tmp_path / "hf"), str(tmp_path / "out.ckpt"), "--dtype", "bf16"]
     calls = calls_between_modules(lambda: convert_command(words))
     walk = [step.module for step in steps_of("A Hugging Face import")]

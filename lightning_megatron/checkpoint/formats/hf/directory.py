@@ -51,7 +51,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, LazyTensor]:
     """All tensors of the directory by name. Only headers are read now; values are read when a tensor is materialized.
 
     As in transformers, safetensors win over pickled files, and a single file over an index. All tensors of the files
-    that an index names are read. The norms of BERT's first files (``LayerNorm.gamma``) get their names of today.
+    that an index names are read. Norms of the oldest files (``LayerNorm.gamma``) get their names of today.
 
     Raises:
         CheckpointError: naming files that are missing or cannot be read, and tensors that are in two files.

@@ -2,7 +2,8 @@
 
 ``directory`` finds the iteration and its format; ``torch_dist`` and ``legacy`` read the two formats into whole tensors
 under the names of ``names``; ``weight_map`` has the rules from these to ours; ``arguments`` reads the configuration
-from Megatron's command line; ``sizes`` compares a configuration with the tensors.
+from Megatron's command line; ``sizes`` compares a configuration with the tensors; ``families`` finds what else than a
+decoder a checkpoint holds.
 """
 
 from lightning_megatron.checkpoint.formats.megatron.arguments import config_from_arguments

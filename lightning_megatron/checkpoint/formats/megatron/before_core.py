@@ -1,4 +1,4 @@
-"""Megatron's models from before megatron-core, GPT-345M and BERT-345M, renamed to the names of ``names.py``.
+"""Megatron's models from before megatron-core, such as GPT-345M, renamed to the names of ``names.py``.
 
 Such a file nests the model in dictionaries below ``language_model``, with other names for layers; ``output_layer`` is
 beside the layers, and the last pipeline stage has a copy of a tied embedding, ``word_embeddings_for_head``. The row

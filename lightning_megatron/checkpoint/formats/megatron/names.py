@@ -1,4 +1,4 @@
-"""Megatron's names of the tensors of a decoder or of BERT, in one spelling.
+"""Megatron's names of tensors, in one spelling.
 
 Two implementations of a layer may name a tensor differently: Transformer Engine's linear layers hold the norm before
 them. Here one name stands for both, layers and experts have their global number, and every tensor is whole::
@@ -14,14 +14,6 @@ them. Here one name stands for both, layers and experts have their global number
     ... .mlp.experts.3.linear_fc1.weight        as above
     decoder.final_layernorm.weight              [H]
     output_layer.weight                         [V padded, H]
-
-BERT's further tensors, which differ in no layout but for the bias of the vocabulary::
-
-    embedding.tokentype_embeddings.weight       [T, H]
-    lm_head.dense.weight, .bias                 [H, H], [H]; norm alike
-    lm_head.bias                                [V padded]
-    pooler.dense.weight, .bias                  [H, H], [H]
-    binary_head.weight, .bias                   [2, H], [2]
 """
 
 from __future__ import annotations

@@ -13,34 +13,31 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
+from lightning_megatron.checkpoint.formats.megatron.families import family_of_config
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.transformer import GATED, TransformerConfig
-from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.errors import Problem, raise_if_any
 
 
 def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOrder = "head") -> WeightMap:
-    """Rules that convert a decoder of Megatron's, or its BERT, to our model of this configuration.
+    """Rules that convert a model of Megatron's to our model of this configuration.
 
     ``names`` are the global names of all its parameters.
 
     Raises:
         ConfigError: naming parameters that Megatron does not have.
     """
-    rows = partial(_first_rows, config.vocab_size)
     tied = ("output_layer.weight",) if config.tie_embeddings else ()
-    rules = [_into("embedding.word.weight", "embedding.word_embeddings.weight", rows, tied)]
+    rules = [of_vocabulary("embedding.word.weight", "embedding.word_embeddings.weight", config, tied)]
     if config.position_embedding == "learned":
         rules.append(same("embedding.position", "embedding.position_embeddings.weight"))
     for number in range(config.num_layers):
         rules += _block_rules(number, config, order)
-    if isinstance(config, BertConfig):
-        rules += [*_bert_rules(config), _into("head.bias", "lm_head.bias", rows)]
-    else:
-        rules += _norm_rules("head.norm", "decoder.final_layernorm", config)
+    family = family_of_config(config)
+    rules += family.rules(config) if family else norm_rules("head.norm", "decoder.final_layernorm", config)
     if not config.tie_embeddings:
-        rules.append(_into("head.weight", "output_layer.weight", rows))
+        rules.append(of_vocabulary("head.weight", "output_layer.weight", config))
     found = WeightMap(tuple(rules), ignored=r"rotary_pos_emb\.inv_freq$", prefix="", label="Megatron tensors")
     without = names - found.native_names
     raise_if_any([Problem("parameter", name, "Megatron has no such tensor") for name in sorted(without)])
@@ -49,15 +46,15 @@ def megatron_weight_map(config: TransformerConfig, names: Set[str], order: QKVOr
 
 def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> list[WeightRule]:
     native, foreign = f"layers.{number}.", f"{LAYERS}{number}."
-    rules = _norm_rules(f"{native}attention_norm", f"{foreign}input_layernorm", config)
+    rules = norm_rules(f"{native}attention_norm", f"{foreign}input_layernorm", config)
     own, theirs = f"{native}attention.", f"{foreign}self_attention."
     by_head = partial(_by_head, order, config.num_attention_heads)
-    rules += [_into(f"{own}qkv.{kind}", f"{theirs}linear_qkv.{kind}", by_head) for kind in _kinds(config.has_qkv_bias)]
-    rules += [same(f"{own}out.{kind}", f"{theirs}linear_proj.{kind}") for kind in _kinds(config.has_attention_out_bias)]
+    rules += [_into(f"{own}qkv.{kind}", f"{theirs}linear_qkv.{kind}", by_head) for kind in kinds(config.has_qkv_bias)]
+    rules += [same(f"{own}out.{kind}", f"{theirs}linear_proj.{kind}") for kind in kinds(config.has_attention_out_bias)]
     if config.qk_norm:
-        rules += _norm_rules(f"{own}q_norm", f"{theirs}q_layernorm", config)
-        rules += _norm_rules(f"{own}k_norm", f"{theirs}k_layernorm", config)
-    rules += _norm_rules(f"{native}mlp_norm", f"{foreign}pre_mlp_layernorm", config)
+        rules += norm_rules(f"{own}q_norm", f"{theirs}q_layernorm", config)
+        rules += norm_rules(f"{own}k_norm", f"{theirs}k_layernorm", config)
+    rules += norm_rules(f"{native}mlp_norm", f"{foreign}pre_mlp_layernorm", config)
     gates = 2 if config.activation in GATED else 1
     if config.has_experts(number):
         experts = [f"{foreign}mlp.experts.{e}." for e in range(config.num_experts)]
@@ -66,33 +63,24 @@ def _block_rules(number: int, config: TransformerConfig, order: QKVOrder) -> lis
             matrices = tuple(f"{expert}linear_{fc}.weight" for expert in experts)
             rules.append(WeightRule(f"{native}mlp.experts.{fc}", matrices, partial(_stack, parts), _one_way))
         return rules
-    for kind in _kinds(config.add_bias_linear):
+    for kind in kinds(config.add_bias_linear):
         rules.append(_into(f"{native}mlp.fc1.{kind}", f"{foreign}mlp.linear_fc1.{kind}", partial(_stack_rows, gates)))
         rules.append(same(f"{native}mlp.fc2.{kind}", f"{foreign}mlp.linear_fc2.{kind}"))
     return rules
 
 
-def _bert_rules(config: BertConfig) -> list[WeightRule]:
-    """Rules for the tensors that BERT has beside its layers, all but the bias of the vocabulary."""
-    if config.norms_after:
-        reason = "Megatron's BERT has its norms before each sub-layer"
-        raise ConfigError([Problem("norm_position", config.norm_position, reason, ("before",))])
-    rules = _norm_rules("head.encoder_norm", "decoder.final_layernorm", config)
-    rules += _norm_rules("head.norm", "lm_head.norm", config)
-    pairs = {"head.transform": "lm_head.dense"}
-    if config.next_sentence:
-        pairs |= {"head.pooler": "pooler.dense", "head.next_sentence": "binary_head"}
-    rules += [same(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in pairs.items() for kind in _kinds(True)]
-    if config.num_token_types:
-        rules.append(same("embedding.token_type", "embedding.tokentype_embeddings.weight"))
-    return rules
+def of_vocabulary(native: str, foreign: str, config: TransformerConfig, repeats: tuple[str, ...] = ()) -> WeightRule:
+    """Rule for a tensor with a row for each word, which Megatron stores with the padding of the vocabulary."""
+    return _into(native, foreign, partial(_first_rows, config.vocab_size), repeats)
 
 
-def _norm_rules(native: str, foreign: str, config: TransformerConfig) -> list[WeightRule]:
-    return [same(f"{native}.{kind}", f"{foreign}.{kind}") for kind in _kinds(config.norm != "rmsnorm")]
+def norm_rules(native: str, foreign: str, config: TransformerConfig) -> list[WeightRule]:
+    """Rules for the weight of a norm, and its bias if it has one."""
+    return [same(f"{native}.{kind}", f"{foreign}.{kind}") for kind in kinds(config.norm != "rmsnorm")]
 
 
-def _kinds(bias: bool) -> tuple[str, ...]:
+def kinds(bias: bool) -> tuple[str, ...]:
+    """Names of a layer's parameters, with or without a bias."""
     return ("weight", "bias") if bias else ("weight",)
 
 

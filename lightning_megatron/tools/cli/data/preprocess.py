@@ -47,7 +47,7 @@ def preprocess_parser() -> argparse.ArgumentParser:
     add_tokenizer_options(parser, required=True)
     how = parser.add_argument_group("how")
     how.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    how.add_argument("--split-sentences", action="store_true", help="one sequence a sentence, for BERT")
+    how.add_argument("--split-sentences", action="store_true", help="one sequence a sentence, for masked words")
     how.add_argument(
         "--keep-newlines", action="store_true", help="with --split-sentences: leave line breaks at the sentences' ends"
     )

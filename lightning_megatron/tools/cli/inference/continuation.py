@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import lightning_megatron
 from lightning_megatron.checkpoint import open_checkpoint
 from lightning_megatron.device import best_available
 from lightning_megatron.errors import ConfigError, Problem
@@ -56,8 +55,8 @@ def _module_class(checkpoint: str) -> Any:
         ConfigError: if it cannot.
     """
     config = config_of(open_checkpoint(checkpoint, check="sizes").meta.get("hyper_parameters") or {})
-    kind = getattr(lightning_megatron, "GPTModule" if config is None else module_of(config))
+    kind = GPTModule if config is None else module_of(config)
     if not hasattr(kind, "generate"):
         reason = "its model cannot generate text"
-        raise ConfigError([Problem("--checkpoint", kind.__name__, reason, ("GPTModule", "T5Module"))])
+        raise ConfigError([Problem("--checkpoint", kind.__name__, reason, ("GPTModule",))])
     return kind

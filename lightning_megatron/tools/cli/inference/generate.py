@@ -9,7 +9,7 @@ from lightning_megatron.tools.cli.common import command_parser, print_text
 from lightning_megatron.tools.cli.data.tokenizer_options import add_tokenizer_options
 
 _DESCRIPTION = """\
-Continue a text with a checkpoint of a decoder, or answer one with a checkpoint of T5Module, saved under any
+Continue a text with a checkpoint of a decoder, or answer one with that of an encoder and a decoder, saved under any
 layout. Runs in one process; a decoder also in --tp processes, each with its part of every layer on its own
 device."""
 

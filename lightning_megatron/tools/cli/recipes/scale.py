@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem
+from lightning_megatron.families import FAMILIES
 from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
 from lightning_megatron.tools.parity.scaled import MOST, on_cpu
 from lightning_megatron.tools.recipes.contents import class_of, contents_of
 from lightning_megatron.tools.recipes.environment import OUTPUT
-
-_TWINS = {"BertModule": "bert-tiny", "T5Module": "t5-tiny"}
-"""Recipes for a CPU, of modules that the planner does not support."""
 
 
 def scaled_recipe(files: Sequence[str], name: str, scale: str, environment: Mapping[str, str]) -> Path:
@@ -35,13 +34,20 @@ def scaled_recipe(files: Sequence[str], name: str, scale: str, environment: Mapp
     most = _most(scale)
     recipe = contents_of(files)
     kind = class_of(recipe.get("model"))
-    if kind in _TWINS:
-        reason = f"is for decoders; the recipe {_TWINS[kind]} is small, and its data are made by hand"
-        raise ConfigError([Problem("--scale", scale, reason, (f"--recipe {_TWINS[kind]}",))])
+    if (twin := _own_twin(kind)) is not None:
+        reason = f"is for decoders; the recipe {twin} is small, and its data are made by hand"
+        raise ConfigError([Problem("--scale", scale, reason, (f"--recipe {twin}",))])
     output = environment.get(OUTPUT) or (recipe.get("trainer") or {}).get("default_root_dir") or "out"
     folder = Path(output) / f"{name}-on-cpu"
     _publish(on_cpu(recipe, read_recipe(files, Given()), folder, most), folder)
     return folder / "recipe.yaml"
+
+
+def _own_twin(module: str) -> str | None:
+    """The recipe for a CPU of a module that trains no decoder."""
+    others = (each for each in FAMILIES.values() if each.config_class is not TransformerConfig)
+    folders = [each.recipes for each in others if each.module_name == module and each.recipes]
+    return next((path.stem for folder in folders for path in folder.glob("*-tiny.yaml")), None)
 
 
 def _most(scale: str) -> int:

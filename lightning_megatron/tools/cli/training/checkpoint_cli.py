@@ -109,7 +109,7 @@ def with_hf_module(words: Sequence[str]) -> tuple[list[str], str | None]:
     if not is_hf_directory(path):
         raise ConfigError([Problem("model.from_hf", path, "no Hugging Face directory: it has no config.json")])
     given = {word.partition("=")[0] for word in words}
-    chosen = [] if "--model" in given else [f"--model=lightning_megatron.{hf_module_name(path)}"]
+    chosen = [] if "--model" in given else [f"--model={hf_module_name(path)}"]
     chosen += [] if "--ckpt_path" in given else [f"--ckpt_path={path}"]
     return words[:place] + chosen + after, path
 

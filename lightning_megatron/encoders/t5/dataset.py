@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.masking import MaskingRule, choose_runs, grouped
-from lightning_megatron.data.masked.sentence_dataset import IGNORED, SentenceDataset
-from lightning_megatron.data.masked.sentence_index import SentenceRule
+from lightning_megatron.encoders.sentences.dataset import IGNORED, SentenceDataset
+from lightning_megatron.encoders.sentences.index import SentenceRule
+from lightning_megatron.encoders.sentences.masking import MaskingRule, choose_runs, grouped
 from lightning_megatron.errors import DataError, Problem, raise_if_any
 
 SPANS = MaskingRule(max_ngram=10, geometric=0.2)

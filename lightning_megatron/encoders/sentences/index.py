@@ -15,7 +15,7 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.mersenne_twister import draw_64_bits
+from lightning_megatron.encoders.sentences.mersenne_twister import draw_64_bits
 
 LONGEST_SENTENCE = 512
 """Documents of several sentences are left out if one is longer than this, since it is no real sentence."""

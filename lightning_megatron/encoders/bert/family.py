@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.hugging_face.family import Family, Recipe
 from lightning_megatron.config.hugging_face.tensors import QKV, Tensors, in_layers, rule
 from lightning_megatron.config.reader import ConfigReader, refuse_uneven_heads
+from lightning_megatron.encoders.bert.config import BertConfig
 
 ARCHITECTURE, OF_TOKENS_ALONE = "BertForPreTraining", "BertForMaskedLM"
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -118,9 +119,13 @@ FAMILY = Family(
     _to_hf,
     TENSORS,
     PRESETS,
-    module="BertModule",
+    module="lightning_megatron:BertModule",
+    model="lightning_megatron.encoders.bert.model:BertModel",
     default_preset="bert-base",
     config_class=BertConfig,
+    megatron="lightning_megatron.encoders.bert.megatron:MEGATRON",
+    recipes=Path(__file__).parent / "recipes",
+    data_paths={"BertDataModule": ("data_path", "val_data_path", "test_data_path", "cache_dir", "vocab_file")},
     passive=frozenset(
         {
             "classifier_dropout",

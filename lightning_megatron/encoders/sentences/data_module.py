@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from lightning_megatron.arguments import Rules, at_least, within
 from lightning_megatron.data.build import Paths, SampleDataset, Span, build_datasets, parse_data_path, parse_split
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.bert_dataset import BertDataset
-from lightning_megatron.data.masked.masking import MaskingRule
-from lightning_megatron.data.masked.sentence_index import documents_in_share, usable_documents
-from lightning_megatron.data.masked.t5_dataset import T5Dataset
+from lightning_megatron.encoders.sentences.index import documents_in_share, usable_documents
+from lightning_megatron.encoders.sentences.masking import MaskingRule
 from lightning_megatron.errors import Problem
 from lightning_megatron.lightning.datamodules.arguments import COUNTS, DATA_RULES, ELSEWHERE
 from lightning_megatron.lightning.datamodules.datamodule import MegatronDataModule
@@ -47,7 +45,7 @@ class SentenceDataModule(MegatronDataModule):
 
     masking: MaskingRule
     short_probability: float
-    _dataset_class: type[BertDataset | T5Dataset]
+    _dataset_class: type[Any]  # a SentenceDataset; each has arguments of its own
 
     def _own_arguments(self) -> dict[str, Any]:
         """Arguments of the data set that differ between these modules."""

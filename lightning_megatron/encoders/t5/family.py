@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning_megatron.config.hugging_face.family import Family, Recipe
@@ -17,7 +18,7 @@ from lightning_megatron.config.hugging_face.tensors import (
     rule,
 )
 from lightning_megatron.config.reader import ConfigReader
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.config import T5Config
 
 ARCHITECTURE = "T5ForConditionalGeneration"
 _ACTIVATIONS = {
@@ -183,8 +184,13 @@ FAMILY = Family(
     _to_hf,
     TENSORS,
     PRESETS,
-    module="T5Module",
+    module="lightning_megatron:T5Module",
+    model="lightning_megatron.encoders.t5.model:T5Model",
     default_preset="t5-base",
     config_class=T5Config,
+    recipes=Path(__file__).parent / "recipes",
+    data_paths={
+        "T5DataModule": ("data_path", "val_data_path", "test_data_path", "cache_dir", "tokenizer_model", "vocab_file")
+    },
     passive=frozenset({"classifier_dropout", "gradient_checkpointing", "output_past"}),
 )

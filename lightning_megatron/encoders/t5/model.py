@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE
-from lightning_megatron.config.t5 import T5Config
 from lightning_megatron.context_parallel.inputs import shard_inputs
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.cross_attention import MemoryCache
+from lightning_megatron.encoders.t5.parts import DecoderCache, Memory, RelativeBias, StackEnd, T5Block, T5Head
 from lightning_megatron.layers.attention import KVCache
-from lightning_megatron.layers.cross_attention import MemoryCache
 from lightning_megatron.layers.init import seeded
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.stages import Parts, StagedModel, in_own_dtype, mean_weights
-from lightning_megatron.models.t5.parts import DecoderCache, Memory, RelativeBias, StackEnd, T5Block, T5Head
 from lightning_megatron.models.transformer import Embedding
 from lightning_megatron.ops.registry import Ops
 

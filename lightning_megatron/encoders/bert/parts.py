@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import copy_to_region, local_shard, reduce_from_region
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE
+from lightning_megatron.encoders.bert.config import BertConfig
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.norm import model_norm

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_megatron.data.cache import cached_arrays, default_cache_dir, mapped_files, picklable, unpickled
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.sentence_index import SentenceRule, build_sentence_index
+from lightning_megatron.encoders.sentences.index import SentenceRule, build_sentence_index
 from lightning_megatron.errors import DataError
 
 IGNORED = -100

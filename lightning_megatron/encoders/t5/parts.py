@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.cross_attention import CrossAttention, MemoryCache
 from lightning_megatron.layers.attention import KVCache, SelfAttention
-from lightning_megatron.layers.cross_attention import CrossAttention, MemoryCache
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.norm import model_norm

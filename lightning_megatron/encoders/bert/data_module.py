@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_megatron.arguments import OneOf, at_least, checked
 from lightning_megatron.data.build import DataPath, DataPaths
-from lightning_megatron.data.masked.bert_dataset import BertDataset
-from lightning_megatron.data.masked.masking import MaskingRule, Vocabulary
 from lightning_megatron.data.tokenizers import BertWordPieceTokenizer
+from lightning_megatron.encoders.bert.dataset import BertDataset
+from lightning_megatron.encoders.sentences.data_module import SENTENCE_NAMES, SENTENCE_RULES, SentenceDataModule
+from lightning_megatron.encoders.sentences.masking import MaskingRule, Vocabulary
 from lightning_megatron.errors import Problem, problems_of
-from lightning_megatron.lightning.datamodules.sentence_data import SENTENCE_NAMES, SENTENCE_RULES, SentenceDataModule
 
 WORD_PIECES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_megatron.arguments import OneOf, at_least, checked, within
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.data.build import DataPath, DataPaths
-from lightning_megatron.data.masked.masking import MaskingRule
-from lightning_megatron.data.masked.span_vocabulary import TOKENIZERS, span_vocabulary
-from lightning_megatron.data.masked.t5_dataset import SpanVocabulary, T5Dataset
+from lightning_megatron.encoders.sentences.data_module import SENTENCE_NAMES, SENTENCE_RULES, SentenceDataModule
+from lightning_megatron.encoders.sentences.masking import MaskingRule
+from lightning_megatron.encoders.t5.dataset import SpanVocabulary, T5Dataset
+from lightning_megatron.encoders.t5.span_vocabulary import TOKENIZERS, span_vocabulary
 from lightning_megatron.errors import Problem, problems_of
-from lightning_megatron.lightning.datamodules.sentence_data import SENTENCE_NAMES, SENTENCE_RULES, SentenceDataModule
 
 
 class T5DataModule(SentenceDataModule):

@@ -7,14 +7,14 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from lightning_megatron.config.t5 import T5Config
+from lightning_megatron.encoders.t5.answer import answer
+from lightning_megatron.encoders.t5.config import T5Config
+from lightning_megatron.encoders.t5.model import T5Inputs, T5Model
 from lightning_megatron.errors import DataError, raise_if_any
 from lightning_megatron.lightning.build.placement import Placement
 from lightning_megatron.lightning.modules.documents import OF_DECODERS
 from lightning_megatron.lightning.modules.text_batch import id_fault, key_problems, nan_where_unknown, without_faults
 from lightning_megatron.lightning.modules.transformer import TransformerModule
-from lightning_megatron.models.t5.answer import answer
-from lightning_megatron.models.t5.model import T5Inputs, T5Model
 
 _OF_ENCODER = ("tokens", "padding_mask")
 _OF_DECODER = ("decoder_tokens", "labels", "loss_mask")
@@ -36,7 +36,7 @@ class T5Module(TransformerModule):
     A batch is a dict of ``tokens`` ``[B, S]`` for the encoder, ``decoder_tokens`` and ``labels`` ``[B, T]`` for the
     decoder (``labels[:, i]`` is ``decoder_tokens[:, i + 1]``: nothing is shifted here; -100 has no loss), and, if
     wanted, ``padding_mask`` ``[B, S]`` (1 for tokens, 0 for padding) and ``loss_mask`` ``[B, T]``.
-    :class:`~lightning_megatron.data.masked.t5_dataset.T5Dataset` has such samples. Arguments, and what is logged, are
+    :class:`~lightning_megatron.encoders.t5.dataset.T5Dataset` has such samples. Arguments, and what is logged, are
     those of :class:`TransformerModule`.
     """
 
@@ -85,7 +85,7 @@ class T5Module(TransformerModule):
             tokens: texts for the encoder, ``[B, S]``.
             max_new_tokens: tokens to write at most.
             start: token that begins the decoder's text; T5's is its padding, 0.
-            **options: further arguments of :func:`~lightning_megatron.models.t5.answer.answer`: ``padding_mask``,
+            **options: further arguments of :func:`~lightning_megatron.encoders.t5.answer.answer`: ``padding_mask``,
                 ``temperature``, ``top_k``, ``top_p``, ``stop``, ``seed``.
 
         Raises:

@@ -7,13 +7,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from lightning_megatron.config.bert import BertConfig
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.model import BertInputs, BertLogits, BertLosses, BertModel
 from lightning_megatron.errors import DataError
 from lightning_megatron.lightning.build.placement import Placement
 from lightning_megatron.lightning.modules.documents import OF_DECODERS
 from lightning_megatron.lightning.modules.text_batch import check_keys, id_fault, nan_where_unknown, without_faults
 from lightning_megatron.lightning.modules.transformer import TransformerModule
-from lightning_megatron.models.bert.model import BertInputs, BertLogits, BertLosses, BertModel
 
 USED = ("tokens", "labels", "loss_mask", "padding_mask", "token_types", "position_ids")
 _ELSEWHERE = {
@@ -32,7 +32,7 @@ class BertModule(TransformerModule):
     A batch is a dict of ``tokens`` and ``labels`` ``[B, S]`` (the ids that masked tokens had, -100 elsewhere), and, if
     wanted, ``loss_mask``, ``padding_mask`` (1 for tokens, 0 for padding), ``token_types`` and ``position_ids``, all
     ``[B, S]``, and ``is_random`` ``[B]`` (1 where the second segment does not follow the first).
-    :class:`~lightning_megatron.data.masked.bert_dataset.BertDataset` has such samples. Arguments are those of
+    :class:`~lightning_megatron.encoders.bert.dataset.BertDataset` has such samples. Arguments are those of
     :class:`TransformerModule`. The loss is the sum of both heads' means; they are logged apart, too:
     ``train_token_loss`` and ``train_next_sentence_loss``.
     """

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_megatron.data.indexed import IndexedDataset
-from lightning_megatron.data.masked.masking import MaskingRule, Vocabulary, mask_tokens
-from lightning_megatron.data.masked.sentence_dataset import IGNORED, SentenceDataset
-from lightning_megatron.data.masked.sentence_index import SentenceRule
+from lightning_megatron.encoders.sentences.dataset import IGNORED, SentenceDataset
+from lightning_megatron.encoders.sentences.index import SentenceRule
+from lightning_megatron.encoders.sentences.masking import MaskingRule, Vocabulary, mask_tokens
 from lightning_megatron.errors import Problem, raise_if_any
 
 _SPECIAL_TOKENS = 3  # [CLS], and a [SEP] behind each segment

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import copy_to_region, reduce_from_region
-from lightning_megatron.config.bert import BertConfig
 from lightning_megatron.context_parallel.inputs import shard_inputs
+from lightning_megatron.encoders.bert.config import BertConfig
+from lightning_megatron.encoders.bert.parts import BertEmbedding, BertHead, PostNormBlock
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
-from lightning_megatron.models.bert.parts import BertEmbedding, BertHead, PostNormBlock
 from lightning_megatron.models.stages import Parts, StagedModel, in_own_dtype, mean_weights, one_for_none
 from lightning_megatron.models.transformer import Block
 from lightning_megatron.stage import StageLayers

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_megatron.encoders.t5.model import T5Model
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.models.generate import Sampling, continued, prompt_length_problems
-from lightning_megatron.models.t5.model import T5Model
 
 
 @torch.no_grad()

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lightning_megatron.data.masked.t5_dataset import SpanVocabulary
 from lightning_megatron.data.tokenizers import (
     BertWordPieceTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
 )
+from lightning_megatron.encoders.t5.dataset import SpanVocabulary
 from lightning_megatron.errors import ConfigError, Problem
 
 TOKENIZERS = ("HuggingFaceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
