@@ -38,9 +38,13 @@ class Net(L.LightningModule):
         self.register_buffer("largest", torch.zeros(()))
         self.trace: list[dict[str, Tensor]] = []
 
+    def configure_model(self) -> None:
+        self.register_buffer("columns", torch.randint(4, (4,)))
+        self.register_buffer("mask", torch.rand(4) > 0.5)
+
     def step(self, batch: Any) -> Tensor:
         self.trace.append({name: buffer.clone() for name, buffer in self.named_buffers()})
-        x = (batch[0] @ self.projection) / (1 + self.largest)
+        x = torch.where(self.mask, batch[0], batch[0][:, self.columns]) @ self.projection / (1 + self.largest)
         return nn.functional.cross_entropy(self.net(x), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -79,6 +83,37 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def test_buffers_have_ddps_values_before_every_step_and_validation(ranks: Any, options: dict[str, Any]) -> None:
     for ours, theirs in ranks(2, against_ddp, options):
         assert_same(ours, theirs)
+
+
+class Noisy(LlamaModule):
+    """Noise that each rank draws for itself, in its constructor and with its layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(torch.distributed.get_rank())
+        self.register_buffer("early", torch.randn(3), persistent=False)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        draws = torch.Generator().manual_seed(torch.distributed.get_rank())
+        self.register_buffer("late", torch.randn(3, generator=draws))
+
+    def on_train_start(self) -> None:
+        self.at_start = self.early.clone(), self.late.clone()
+
+
+def noise(axes: dict[str, int]) -> Any:
+    module = Noisy("llama-tiny", **SIZES, num_query_groups=2)
+    quiet_trainer(MegatronStrategy(**axes), max_steps=1).fit(module, DataLoader(TOKENS, 2))  # type: ignore[arg-type]
+    return module.at_start
+
+
+@pytest.mark.parametrize(("size", "axes"), [(4, {"tp": 2}), (2, {"pp": 2})], ids=["tp2-dp2", "pp2"])
+def test_random_buffers_of_a_parallel_model_are_those_of_rank_0(ranks: Any, size: int, axes: dict[str, int]) -> None:
+    """Held against what the first rank drew."""
+    drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    for found in ranks(size, noise, axes):
+        assert_same(found, (drawn, drawn))
 
 
 class Exchanges(L.Callback):
