@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import LlamaModule, MegatronStrategy, VerifyCheckpoint
@@ -194,6 +195,59 @@ def measured(where: str) -> list[Any]:
 def test_metrics_of_a_module_train_with_overlapped_gathers(ranks: Any, where: str) -> None:
     for ours, theirs in ranks(2, measured, where):
         assert_same(ours, theirs)
+
+
+class Counts(L.Callback):
+    """Metrics that no module holds, in a list, updated on every rank."""
+
+    def __init__(self) -> None:
+        self.counts = [SumMetric()]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.counts[0].update(batch["tokens"].sum())
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("of_callback", self.counts[0].compute())
+
+
+class Plain(LlamaModule):
+    """Metrics in a dictionary, updated behind the model's call, so on the last stage of a pipeline alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plain = {"sum": SumMetric(), "mean": MeanMetric()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for metric in self.plain.values():
+            metric.update(batch["labels"].float())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({name: metric.compute() for name, metric in self.plain.items()})
+
+
+def counted_outside(axes: dict[str, int], replicas: int = 1) -> tuple[Any, list[str]]:
+    """Logs of an epoch, and warnings of torchmetrics."""
+    first = torch.distributed.get_rank() if replicas > 1 else 0
+    loader = DataLoader(TOKENS[first::replicas], 4 // replicas)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        strategy = MegatronStrategy(**axes, micro_batch_size=2)
+        options = {"max_epochs": 1, "callbacks": [Counts()], "use_distributed_sampler": False}
+        trainer = quiet_trainer(strategy, **options)
+        trainer.fit(Plain("llama-tiny", **SIZES, num_query_groups=2), loader)
+    found = {name: float(trainer.callback_metrics[name]) for name in ("sum", "mean", "of_callback")}
+    return found, [str(each.message) for each in told if "``compute``" in str(each.message)]
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_metrics_that_no_module_holds_count_every_sample_once(ranks: Any, axes: dict[str, int]) -> None:
+    """Held against what the loader gives."""
+    labels, tokens = (torch.stack([row[key] for row in TOKENS]).double() for key in ("labels", "tokens"))
+    right = {"sum": float(labels.sum()), "mean": float(labels.mean()), "of_callback": float(tokens.sum())}
+    for found in ranks(2, counted_outside, axes, 1 if axes else 2):
+        assert found == (pytest.approx(right), [])
 
 
 # Checkpoints
