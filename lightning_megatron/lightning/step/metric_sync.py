@@ -35,7 +35,8 @@ class MetricSync:
         callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
         self._metrics = list(_metrics_in([module, *callbacks], set()))
         for metric in self._metrics:
-            if metric.process_group is None and metric.dist_sync_fn is None:
+            is_ours = isinstance(getattr(metric.dist_sync_fn, "__self__", None), MetricSync)  # an earlier Trainer's
+            if metric.process_group is None and (metric.dist_sync_fn is None or is_ours):
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.is_needed
             if self._pipeline.size > 1:

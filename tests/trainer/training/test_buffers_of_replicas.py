@@ -225,10 +225,18 @@ class Plain(LlamaModule):
 
     def on_train_epoch_end(self) -> None:
         self.log_dict({name: metric.compute() for name, metric in self.plain.items()})
+        for metric in self.plain.values():
+            metric.reset()
 
 
-def counted_outside(axes: dict[str, int], replicas: int = 1) -> tuple[Any, list[str]]:
-    """Logs of an epoch, and warnings of torchmetrics."""
+def counted_outside(axes: dict[str, int], before: dict[str, int] | None = None) -> tuple[Any, list[str]]:
+    """Logs of an epoch, and warnings of torchmetrics; if wanted, behind a run of the module in another layout."""
+    module = Plain("llama-tiny", **SIZES, num_query_groups=2)
+    return [count(module, each) for each in (before, axes) if each is not None][-1]
+
+
+def count(module: Plain, axes: dict[str, int]) -> tuple[Any, list[str]]:
+    replicas = 1 if axes else 2
     first = torch.distributed.get_rank() if replicas > 1 else 0
     loader = DataLoader(TOKENS[first::replicas], 4 // replicas)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as told:
@@ -236,17 +244,21 @@ def counted_outside(axes: dict[str, int], replicas: int = 1) -> tuple[Any, list[
         strategy = MegatronStrategy(**axes, micro_batch_size=2)
         options = {"max_epochs": 1, "callbacks": [Counts()], "use_distributed_sampler": False}
         trainer = quiet_trainer(strategy, **options)
-        trainer.fit(Plain("llama-tiny", **SIZES, num_query_groups=2), loader)
+        trainer.fit(module, loader)
     found = {name: float(trainer.callback_metrics[name]) for name in ("sum", "mean", "of_callback")}
     return found, [str(each.message) for each in told if "``compute``" in str(each.message)]
 
 
-@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_metrics_that_no_module_holds_count_every_sample_once(ranks: Any, axes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("axes", "before"), [({}, None), ({"tp": 2}, None), ({"pp": 2}, None), ({}, {"tp": 2}), ({"tp": 2}, {})], ids=str
+)
+def test_metrics_that_no_module_holds_count_every_sample_once(
+    ranks: Any, axes: dict[str, int], before: dict[str, int] | None
+) -> None:
     """Held against what the loader gives."""
     labels, tokens = (torch.stack([row[key] for row in TOKENS]).double() for key in ("labels", "tokens"))
     right = {"sum": float(labels.sum()), "mean": float(labels.mean()), "of_callback": float(tokens.sum())}
-    for found in ranks(2, counted_outside, axes, 1 if axes else 2):
+    for found in ranks(2, counted_outside, axes, before):
         assert found == (pytest.approx(right), [])
 
 
