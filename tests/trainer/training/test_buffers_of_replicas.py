@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import callbacks as stock_callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,8 +54,11 @@ class Net(L.LightningModule):
         self.largest = torch.maximum(self.largest, batch[0].abs().max())  # a new tensor each time
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", self.step(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.step(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -139,6 +143,42 @@ def exchanged() -> tuple[Any, Any]:
 
 def test_buffers_that_a_callback_exchanges_for_a_validation_are_those_that_ddp_sends(ranks: Any) -> None:
     for ours, theirs in ranks(2, exchanged):
+        assert_same(ours, theirs)
+
+
+class ExchangesInTests(Exchanges):
+    """Does so in a test."""
+
+    def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
+        super().on_validation_epoch_start(trainer, module)
+
+    on_test_epoch_end = on_test_epoch_start
+
+
+def averaged(evaluates: str) -> list[Any]:
+    """Buffers seen, evaluations and weights with averages of weights and buffers, under ours and under DDP."""
+
+    def run(strategy: Any) -> Any:
+        recorder, module = Recorder(), Net()
+        averages = stock_callbacks.EMAWeightAveraging(decay=0.5, use_buffers=True) if evaluates == "averages" else None
+        callbacks = [averages or ExchangesInTests()]
+        options = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": 2, "callbacks": callbacks}
+        trainer = quiet_trainer(strategy, logger=[recorder], **options)
+        trainer.fit(module, DataLoader(ROWS, 4), [DataLoader(ROWS, 4), DataLoader(ROWS, 8)])
+        trainer.test(module, DataLoader(ROWS, 4), verbose=False)
+        logged = [row for row in recorder.rows if any(name.startswith(("val", "test")) for name in row)]
+        return module.trace, logged, {**module.state_dict()}
+
+    return [run(MegatronStrategy()), run(DDPStrategy())]
+
+
+HAS_AVERAGES = hasattr(stock_callbacks, "EMAWeightAveraging")  # Lightning has it from 2.6 on
+
+
+@pytest.mark.parametrize("evaluates", ["exchanged", *["averages"] * HAS_AVERAGES])
+def test_averages_of_buffers_are_evaluated_as_under_ddp(ranks: Any, evaluates: str) -> None:
+    """Two loaders of a validation in mid-accumulation, and a test."""
+    for ours, theirs in ranks(2, averaged, evaluates):
         assert_same(ours, theirs)
 
 
