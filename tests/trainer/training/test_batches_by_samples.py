@@ -374,3 +374,48 @@ def test_a_batch_that_is_one_micro_batch_need_not_be_cut() -> None:
     assert split_batch(batch, 2, batch_size=4) == [(batch, 1.0)]
     with pytest.raises(MisconfigurationException, match=r"parts.* has length 2"):
         split_batch(batch, 1)
+
+
+class OfParts(LightningModule):
+    """Learns from parts of random lengths, a list for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.predict_step(batch, batch_idx).square().mean()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        sums = torch.stack([part.sum() for part in batch["parts"]])
+        return self.layer(batch["x"]) + sums[:, None]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def of_parts() -> list[Any]:
+    """Weights and predictions; on rank 0 parts of each first batch and of the last, short ones have its length."""
+    lengths = [2, 2, 4, 2, 1] if dist.get_rank() == 0 else [3, 1, 4, 2, 6]
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    samples = [(row, torch.ones(length)) for row, length in zip(rows, lengths, strict=True)]
+    found = []
+    for strategy in (MegatronStrategy(micro_batch_size=2), "ddp"):
+        module = OfParts()
+        trainer = quiet_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+        loaders = [DataLoader(samples, n, collate_fn=collated) for n in (2, 4)]  # type: ignore[arg-type]
+        trainer.fit(module, loaders[0])
+        found.append((dict(module.named_parameters()), trainer.predict(module, loaders[1])))
+    return [({name: p.detach().clone() for name, p in weights.items()}, rows) for weights, rows in found]
+
+
+def collated(samples: Any) -> dict[str, Any]:
+    rows, parts = zip(*samples, strict=True)
+    return {"x": torch.stack(rows), "parts": list(parts)}
+
+
+def test_no_replica_waits_for_one_whose_parts_have_the_length_of_the_batch(ranks: Any) -> None:
+    """Held against DDP, in a fit and in predictions whose last batch is short."""
+    for ours, theirs in ranks(2, of_parts):
+        torch.testing.assert_close(ours, theirs)
