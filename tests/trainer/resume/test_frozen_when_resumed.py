@@ -87,7 +87,7 @@ def on_a_replica(folder: Path, sharded: bool) -> dict[str, Tensor]:
     return resumed(folder, lambda: MegatronStrategy(distributed_optimizer=sharded), 2, own)[0]
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sharded", "whole"])
 def test_so_it_does_on_two_replicas(ranks: Any, tmp_path: Path, sharded: bool) -> None:
     """Held against stock Lightning in one process: DDP never averages what is frozen when it wraps a module."""
     right, _ = resumed(tmp_path / "stock", lambda: "auto")

@@ -235,7 +235,7 @@ def stopped_and_whole(folder: Path) -> Any:
 
 
 @pytest.mark.skipif(not hasattr(stock_callbacks, "EMAWeightAveraging"), reason="Lightning has it from 2.6 on")
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_averages_of_lightning_go_on_behind_a_signal_in_a_validation(ranks: Any, tmp_path: Path, replicas: int) -> None:
     """Held against a run without a stop."""
     for whole, parts in ranks(replicas, stopped_and_whole, tmp_path):

@@ -189,7 +189,7 @@ def drawn_behind_a_fit(axes: dict[str, Any], does: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "does", ["test", "fit", *(pytest.param(does, marks=pytest.mark.slow) for does in ("validate", "predict"))]
+    "does", ["test", *(pytest.param(does, marks=pytest.mark.slow) for does in ("fit", "validate", "predict"))]
 )
 def test_what_follows_a_fit_goes_on_with_what_rank_0_has_drawn(ranks: Any, does: str) -> None:
     """Held against one process; a pipeline draws from seeds of each micro-batch, so its stages against each other."""
