@@ -140,13 +140,20 @@ def test_the_fast_softmax_is_recomputed_for_causal_attention_only() -> None:
 
 
 def test_attention_drops_weights_of_its_own() -> None:
-    q = random(S, B, N, D).to("hpu")
-    choice = Ops("hpu").choose("attention")
-    outs = torch.stack([choice.run(q, q, q, causal=True, dropout=0.2).cpu() for _ in range(200)])
-    assert not torch.equal(outs[0], outs[1])
-    right = OPS["attention"].reference(*[q.cpu()] * 3, causal=True)
-    assert (outs.mean(0) - right).abs().mean() < 0.05
-    assert called("FusedSDPA") >= 200
+    """Values that are unit vectors show each weight: zero with the probability given, or the reference's / 0.8."""
+    q, values = random(S, B, N, S), torch.eye(S).view(S, 1, 1, S).expand(S, B, N, S).contiguous()
+    choice, calls = Ops("hpu").choose("attention"), 20
+    given = [x.to("hpu") for x in (q, q, values)]
+    found = torch.stack([choice.run(*given, causal=True, dropout=0.2).cpu() for _ in range(calls)])
+    right = OPS["attention"].reference(q, q, values, causal=True).expand_as(found)
+    is_seen = torch.ones(S, S).tril().bool().view(S, 1, 1, S).expand_as(found)
+    is_kept = found != 0
+    torch.testing.assert_close(found[is_kept], right[is_kept] / 0.8)
+    dropped = (~is_kept)[is_seen].float()
+    assert abs(dropped.mean() - 0.2) < 4 * (0.2 * 0.8 / dropped.numel()) ** 0.5
+    masks = is_kept.permute(0, 2, 3, 1, 4).flatten(0, 2)  # of each call, sample and head
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == calls * B * N
+    assert called("FusedSDPA") >= calls
 
 
 @pytest.mark.parametrize(

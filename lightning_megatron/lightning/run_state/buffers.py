@@ -15,9 +15,9 @@ _OURS = __name__.partition(".")[0]
 class BufferSync:
     """Broadcasts buffers when ``DistributedDataParallel`` does: statistics and counters stay equal on all ranks.
 
-    That is at the start of a fit, and before the first batch after an optimizer step, of training or validation. If
-    every pipeline stage has a buffer, the last stage's value counts, because code behind the model's call runs on that
-    stage alone.
+    That is at the start of a fit, before the first batch after an optimizer step, of training or validation, and, as in
+    Lightning, at the start of a test or another evaluation outside of a fit. If every pipeline stage has a buffer, the
+    last stage's value counts, because code behind the model's call runs on that stage alone.
 
     Metrics are left out, because their states differ until they are computed. So are modules of this package, which
     keep their buffers equal themselves. Without other buffers at the start of the fit, nothing is ever sent.
@@ -33,7 +33,6 @@ class BufferSync:
         self._shared: set[str] = set()  # names of the buffers that every stage has
         if mesh.pp.size > 1:
             self._shared = set.intersection(*map(set, all_gather_object(mesh, list(self._buffers()))))
-        self._broadcast(from_stage=0)
 
     def begin(self, sends_gradients: bool) -> None:
         """Broadcast before a training batch or an evaluation, if it is due; every rank must call this.
@@ -42,10 +41,11 @@ class BufferSync:
             sends_gradients: True if gradients are averaged in the coming batch, and not accumulated further.
         """
         if self._is_due:
-            self._broadcast(from_stage=self._mesh.pp.size - 1)
+            self.share(from_stage=self._mesh.pp.size - 1)
         self._is_due = sends_gradients
 
-    def _broadcast(self, from_stage: int) -> None:
+    def share(self, from_stage: int) -> None:
+        """Give all ranks the values of the first rank, or those of a pipeline stage; every rank must call this."""
         mesh, buffers = self._mesh, self._buffers()
         # In this order, the values of one rank, the first of that stage, arrive on all.
         shared = [buffer for name, buffer in buffers.items() if name in self._shared]

@@ -6,9 +6,11 @@ samples. So a metric is gathered over the data-parallel ranks of the last stage,
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -25,11 +27,16 @@ class MetricSync:
         self._replicas, self._pipeline, self._device = mesh.dp, mesh.pp, device
         self._metrics: list[Metric] = []
 
-    def install(self, module: nn.Module) -> None:
-        """Synchronize every metric of a module, except those with a process group or gather function of their own."""
-        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    def install(self, module: LightningModule) -> None:
+        """Synchronize every metric of a module and of callbacks, also those in their dictionaries and lists.
+
+        Metrics with a process group or a gather function of their own are left alone.
+        """
+        callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+        self._metrics = list(_metrics_in([module, *callbacks], set()))
         for metric in self._metrics:
-            if metric.process_group is None and metric.dist_sync_fn is None:
+            is_ours = isinstance(getattr(metric.dist_sync_fn, "__self__", None), MetricSync)  # an earlier Trainer's
+            if metric.process_group is None and (metric.dist_sync_fn is None or is_ours):
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.is_needed
             if self._pipeline.size > 1:
@@ -53,6 +60,22 @@ class MetricSync:
         if self._pipeline.size == 1:
             return parts
         return broadcast_object(parts, self._pipeline, self._pipeline.size - 1, self._device)
+
+
+def _metrics_in(value: Any, seen: set[int]) -> Iterator[Metric]:
+    """Metrics in modules, callbacks and plain containers, each once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Metric):
+        yield value
+    if isinstance(value, nn.Module | Callback):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _metrics_in(item, seen)
 
 
 def last_value(metric: Metric) -> Tensor | None:

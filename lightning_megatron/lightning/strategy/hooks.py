@@ -150,6 +150,7 @@ class StrategyHooks(ParallelStrategy):
         self._start.compare_restoring(False)
         self.checkpoints.forget_shown()
         self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
+        self._params.begin_evaluation(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync is not None:
                 assert self.model is not None

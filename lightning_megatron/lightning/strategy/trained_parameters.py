@@ -119,12 +119,19 @@ class TrainedParameters:
         stages = self._ranks.gather_stages()
         found = OptimizerSet(self._ranks.module, strategy.optimizers, mesh, config, stages, checks_nan)
         self.optimizers, self.buffers = found, BufferSync(self._ranks.module, mesh)
+        self.buffers.share(from_stage=0)
         if kept is not None:
             for optimizer in found.sharded:
                 optimizer.take_kept(kept)
                 optimizer.refresh_params()
         self._narrow = None if mode.main is None else mode.params
         precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
+
+    def begin_evaluation(self, trainer: Trainer) -> None:
+        """Outside of a fit, make buffers equal on all ranks: a fit before has left each rank those of its last step."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            mesh = self._ranks.mesh
+            BufferSync(self._ranks.module, mesh).share(from_stage=mesh.pp.size - 1)
 
     def follow_trainer(self, trainer: Trainer, precision: MegatronPrecision, micro_batch_size: int | None) -> None:
         """Put the model on the buffers of optimizers that were assigned to ``trainer.optimizers`` during the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
@@ -18,8 +18,7 @@ def warn_of_last_stage(module: LightningModule, stages: int) -> None:
     """Warn of a user's steps, and methods that they call, which log or collect without ``self.log``, in a pipeline."""
     if stages == 1:
         return
-    called = {name: {n for function in _own_code(module, name, set()) for n in _names(function)} for name in _STEPS}
-    kept = {name: sorted(names & _KEEPS) for name, names in called.items()}
+    kept = {name: sorted(_KEEPS.intersection(_names_in(module, name, set()))) for name in _STEPS}
     found = [f"{name} ({', '.join(names)})" for name, names in kept.items() if names]
     if found:
         rank_zero_warn(
@@ -30,23 +29,22 @@ def warn_of_last_stage(module: LightningModule, stages: int) -> None:
         )
 
 
-def _own_code(module: LightningModule, name: str, seen: set[str]) -> Iterator[FunctionType]:
-    """A method and those that it calls, as far as they are not Lightning's or this package's; none twice."""
+def _names_in(module: LightningModule, name: str, seen: set[str]) -> Iterator[str]:
+    """Names in a method and in those that it calls, as far as they are not Lightning's or this package's."""
     function = getattr(type(module), name, None)
     if not isinstance(function, FunctionType) or name in seen:
         return
     seen.add(name)
-    if (function.__module__ or "").partition(".")[0] in (
-        "lightning",
-        "pytorch_lightning",
-        "torch",
-        "lightning_megatron",
-    ):
+    if (function.__module__ or "").partition(".")[0] in _OF_OTHERS:
         return
-    yield function
-    for called in _names(function):
-        yield from _own_code(module, called, seen)
+    for called in _names(function.__code__):
+        yield called
+        yield from _names_in(module, called, seen)
 
 
-def _names(function: FunctionType) -> tuple[str, ...]:
-    return function.__code__.co_names
+def _names(code: CodeType) -> Iterator[str]:
+    """Attributes and globals that code names, and the functions and comprehensions inside it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from toy_pipeline import CPU, Case, Outcome, ToyWork, engine, evaluate, plain, train
+from toy_pipeline import CPU, Case, Outcome, ToyWork, engine, evaluate, gradients_of, plain, train
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.runtime import _MOST_SENDING, PipelineRuntime, _starts_at_edges, training_plan
@@ -134,8 +134,14 @@ def test_a_micro_batch_without_a_loss_adds_nothing(ranks: Ranks, name: str) -> N
 
 
 def test_the_engine_needs_no_process_group() -> None:
+    """Losses and gradients on an axis without a group, held against plain autograd."""
+    case = Case("1f1b", 1, 1, 3)
+    _, _, work = engine(case)
     runtime = PipelineRuntime(Axis("pp"), 1, CPU, torch.float32, WeightGradStore())
-    runtime.run((), engine(Case("1f1b", 1, 1, 1))[2])
+    runtime.run(training_plan(case.name, 1, 1, case.micro_batches, 0), work)
+    losses, gradients = plain(case)
+    assert_equal(work.losses, losses)
+    assert_equal(gradients_of(work.layers)[0], gradients[0])
 
 
 def assert_equal(mine: list[Tensor], theirs: list[Tensor]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import callbacks as stock_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -117,6 +121,18 @@ class Averages(Callback):
         self.kept = state["kept"]
 
 
+class Signal(Callback):
+    """Sends this process the signal of a scheduler in the first validation behind a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step > self.step and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.step = 1 << 30
+
+
 class Position(DataLoader[Any]):
     """A loader that goes on where its state says."""
 
@@ -196,3 +212,31 @@ def test_weights_that_a_callback_swaps_for_a_validation_are_saved_as_they_were(
     torch.testing.assert_close(rest["weights"], whole["weights"], rtol=0, atol=0)
     assert rest["counts"] == whole["counts"]
     assert first["validated"] + rest["validated"] == whole["validated"]
+
+
+def averaged(folder: Path, stop: int | None = None, ckpt_path: Path | None = None) -> tuple[Any, ...]:
+    """The averages that a run leaves as weights, and its validations, on this rank; ``stop`` ends it by SIGTERM."""
+    rows = torch.randn(2 * BATCHES, 3, generator=torch.Generator().manual_seed(1)).repeat_interleave(2, 0)
+    module, saver = Student(), ModelCheckpoint(folder, save_last=True)
+    callbacks = [stock_callbacks.EMAWeightAveraging(decay=0.5), saver, *([] if stop is None else [Signal(stop)])]
+    options = {"max_epochs": 2, "enable_checkpointing": True, "use_distributed_sampler": False}
+    trainer = quiet_trainer(MegatronStrategy(), callbacks=callbacks, **options)
+    loaders = Position(rows), DataLoader[Any](rows, batch_size=4)  # type: ignore[arg-type]
+    with nullcontext() if stop is None else pytest.raises(SystemExit):
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    return {name: value.clone() for name, value in module.state_dict().items()}, module.validated
+
+
+def stopped_and_whole(folder: Path) -> Any:
+    whole = averaged(folder / "whole")
+    first = averaged(folder / "parts", BATCHES - 1)
+    rest = averaged(folder / "parts", None, folder / "parts" / "last.ckpt")
+    return whole, (rest[0], first[1] + rest[1])
+
+
+@pytest.mark.skipif(not hasattr(stock_callbacks, "EMAWeightAveraging"), reason="Lightning has it from 2.6 on")
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_averages_of_lightning_go_on_behind_a_signal_in_a_validation(ranks: Any, tmp_path: Path, replicas: int) -> None:
+    """Held against a run without a stop."""
+    for whole, parts in ranks(replicas, stopped_and_whole, tmp_path):
+        torch.testing.assert_close(parts, whole, rtol=0, atol=0)

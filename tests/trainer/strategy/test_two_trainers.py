@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -213,14 +215,26 @@ def test_an_earlier_trainer_that_is_still_there_does_not_disturb(precision: Any)
     assert found[1] == pytest.approx(found[0], rel=1e-6 if precision == "32-true" else 0.05)
 
 
-def fewer_devices() -> str:
-    with patch.dict("os.environ", LOCAL_RANK=str(dist.get_rank())), pytest.raises(ConfigError) as told:
-        Trainer(accelerator="cpu", devices=1, strategy=MegatronStrategy(), logger=False)
+def fewer_devices(launcher: str) -> str:
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    variables = {"LOCAL_RANK": rank}
+    if launcher == "torchrun":
+        variables |= {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "TORCHELASTIC_RUN_ID": "1"}
+        variables |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    given = {"accelerator": "cpu", "devices": 1, "strategy": "lightning_megatron.MegatronStrategy"}
+    trainer = partial(Trainer, **{**given, "strategy": MegatronStrategy()})
+    command = partial(LightningCLI, Plain, run=False, args={"trainer": given}, save_config_callback=None)
+    with patch.dict("os.environ", variables):
+        Trainer(accelerator="cpu", devices=1, logger=False)  # Lightning's own is left alone
+        with pytest.raises(ConfigError) as told:
+            (command if launcher == "command line" else trainer)()
     return str(told.value)
 
 
 @only_on_cpus
-def test_fewer_devices_than_the_processes_of_this_script_are_refused_on_all_ranks(ranks: Any) -> None:
-    """Where Lightning has launched two processes, both run the rest of the script."""
-    for told in ranks(2, fewer_devices):
-        assert "that makes 1 ranks, but Lightning has started 2" in told
+@pytest.mark.parametrize("launcher", ["lightning", "command line", "torchrun"])
+def test_fewer_devices_than_the_processes_of_this_script_are_refused_on_all_ranks(ranks: Any, launcher: str) -> None:
+    """Where Lightning or torchrun has started two processes, both run the rest of the script."""
+    for told in ranks(2, fewer_devices, launcher):
+        assert "that makes 1 ranks, but" in told
+        assert "has started 2" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import LlamaModule, MegatronStrategy
 from lightning_megatron.device import CPU
 from lightning_megatron.lightning.step.micro_batches import join_outputs, split_batch
 from lightning_megatron.lightning.validation.last_stage import warn_of_last_stage
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
+from tests.tiny import tiny_llama
 
 pytestmark = pytest.mark.skipif(kind_in_tests() is not CPU, reason="Lightning's own strategies stay on the CPU")
 
@@ -183,9 +186,15 @@ class Counted(LightningModule):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = (self.weight * batch).mean()
-        self.log("weighted", batch.sum(), on_step=False, on_epoch=True, batch_size=int(batch.sum()))
-        return {"loss": loss, "num_tokens": 100}
+        self.log_sized("weighted", batch)
+        return {"loss": (self.weight * batch).mean(), "num_tokens": 100}
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log_sized("validated", batch)
+
+    def log_sized(self, name: str, batch: Tensor) -> None:
+        size = int(batch.sum())
+        self.log(name, batch.sum(), on_step=False, on_epoch=True, sync_dist=True, batch_size=size)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -206,6 +215,45 @@ def test_a_number_of_tokens_divides_a_loss_only_if_the_module_asks(size: int | N
         assert float(trainer.callback_metrics["weighted"]) == pytest.approx(4.0 if size is None else 10 / 4)
 
 
+class ByHand(Counted):
+    """The same loss in manual optimization, where a batch is not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        out, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        self.manual_backward(out["loss"])
+        optimizer.step()  # type: ignore[union-attr]
+        return out
+
+
+def counted(kind: type[Counted]) -> list[list[float]]:
+    """Weight and epoch's means under ours, in micro-batches of one row, and under stock's, in batches of one row."""
+    replicas = dist.get_world_size() if dist.is_initialized() else 1
+    rows = torch.arange(1.0, 9)[dist.get_rank() if replicas > 1 else 0 :: replicas]
+    cut, accumulated = (2, {}) if kind is ByHand else (1, {"accumulate_grad_batches": 4})
+    found = []
+    for strategy, batch_size, options in (
+        (MegatronStrategy(micro_batch_size=1), 2, {"accumulate_grad_batches": 2} if accumulated else {}),
+        ("ddp" if replicas > 1 else "auto", cut, accumulated),
+    ):
+        module, trainer = kind(), quiet_trainer(strategy, max_epochs=1, use_distributed_sampler=False, **options)
+        trainer.fit(module, DataLoader(rows, batch_size), DataLoader(rows, 1 if isinstance(strategy, str) else 2))  # type: ignore[arg-type]
+        means = trainer.callback_metrics
+        found.append([float(module.weight.detach()), float(means["weighted"]), float(means["validated"])])
+    return found
+
+
+@pytest.mark.parametrize("kind", [Counted, ByHand])
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_and_means_by_given_sizes_are_those_of_stock(ranks: Any, size: int, kind: type[Counted]) -> None:
+    """Accumulated batches and replicas; the loss of a plain module stays a mean, whatever number it returns beside."""
+    for ours, stock in ranks(size, counted, kind):
+        assert ours == pytest.approx(stock)
+
+
 class Collects(LightningModule):
     """Logs and collects in a method that a step calls."""
 
@@ -219,9 +267,19 @@ class Collects(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.logger.log_metrics({"x": 1.0})  # type: ignore[union-attr]
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        [self.kept.extend(each) for each in batch]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        def keep(each: Any) -> None:
+            (lambda: self.print(each))()
+
+        keep(batch)
+
 
 def test_a_pipeline_warns_of_what_a_step_keeps_on_its_last_stage() -> None:
-    with pytest.warns(UserWarning, match=r"pp=2: Collects\.training_step \(append\), validation_step \(logger\)"):
+    found = r"training_step \(append\), validation_step \(logger\), test_step \(extend\), predict_step \(print\)"
+    with pytest.warns(UserWarning, match=rf"pp=2: Collects\.{found}:"):
         warn_of_last_stage(Collects(), 2)
 
 
@@ -231,9 +289,133 @@ def test_and_is_silent_about_self_log_alone_and_without_a_pipeline(recwarn: pyte
     assert not recwarn.list
 
 
+ROWS = torch.arange(8 * 9).view(8, 9) % 40
+
+
+class Tokens(LlamaModule):
+    """Logs a value by the number of its tokens, which differs between micro-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log_sized("weighted", batch)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log_sized("validated", batch)
+
+    def log_sized(self, name: str, batch: Any) -> None:
+        size = int(batch["tokens"].sum())
+        self.log(name, float(size), on_step=False, on_epoch=True, batch_size=size)
+
+
+class Keeps(Tokens):
+    """Gives metrics to the logger and collects outputs, behind the model's call."""
+
+    kept: list[Any]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"direct": 1.0})  # type: ignore[union-attr]
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept = [*getattr(self, "kept", ())]
+        self.kept.append(batch)
+        self.print("kept")
+        return super().predict_step(batch, batch_idx)
+
+
+class AtStart(Callback):
+    """Number of warnings when training starts."""
+
+    def __init__(self, told: list[Any]) -> None:
+        self.told, self.count = told, 0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.count = len(of_stages(self.told))
+
+
+def of_stages(told: list[Any]) -> list[str]:
+    return [str(each.message) for each in told if "last pipeline stage alone" in str(each.message)]
+
+
+def warned(kind: type[Tokens], pp: int) -> tuple[list[str], int, list[float], list[str]]:
+    """Warnings of a fit, their number at its start, what is logged, and the names that reach the logger."""
+    seed_everything(1, verbose=False)
+    batches = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in ROWS], batch_size=4)  # type: ignore[arg-type]
+    logged = Recorder()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        start = AtStart(told)
+        strategy = MegatronStrategy(pp=pp, micro_batch_size=1)
+        trainer = quiet_trainer(strategy, max_epochs=1, logger=logged, callbacks=[start])
+        trainer.fit(kind(tiny_llama(), lr=1e-2), batches, batches)
+        means = [float(trainer.callback_metrics[name]) for name in ("train_loss", "val_loss", "weighted", "validated")]
+        return of_stages(told), start.count, means, sorted({name for row in logged.rows for name in row})
+
+
+def test_a_run_on_two_stages_warns_once_and_logs_what_one_process_does(ranks: Any) -> None:
+    """``self.log`` arrives with the weights that it was given, whether a step keeps other things or not."""
+    ((_, _, right, names),) = ranks(1, warned, Tokens, 1)
+    for kind in (Tokens, Keeps):
+        first, second = ranks(2, warned, kind, 2)
+        assert first[2] == second[2] == pytest.approx(right, rel=1e-5)
+        assert first[3] == names
+        assert (second[0], second[1]) == ([], 0)  # rank 0 says it
+        if kind is Keeps:
+            assert "Keeps.training_step (logger), predict_step (append, print)" in first[0][0]
+        assert (len(first[0]), first[1]) == ((1, 1) if kind is Keeps else (0, 0))
+
+
 def test_a_batch_that_is_one_micro_batch_need_not_be_cut() -> None:
     """Two samples whose parts are by chance of length 2 could be two fields as well; with one more, they are three."""
     batch = {"x": torch.zeros(2, 3), "parts": [torch.zeros(2), torch.zeros(2)]}
     assert split_batch(batch, 2, batch_size=4) == [(batch, 1.0)]
     with pytest.raises(MisconfigurationException, match=r"parts.* has length 2"):
         split_batch(batch, 1)
+
+
+class OfParts(LightningModule):
+    """Learns from parts of random lengths, a list for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.predict_step(batch, batch_idx).square().mean()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        sums = torch.stack([part.sum() for part in batch["parts"]])
+        return self.layer(batch["x"]) + sums[:, None]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def of_parts() -> list[Any]:
+    """Weights and predictions; on rank 0 parts of each first batch and of the last, short ones have its length."""
+    lengths = [2, 2, 4, 2, 1] if dist.get_rank() == 0 else [3, 1, 4, 2, 6]
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    samples = [(row, torch.ones(length)) for row, length in zip(rows, lengths, strict=True)]
+    found = []
+    for strategy in (MegatronStrategy(micro_batch_size=2), "ddp"):
+        module = OfParts()
+        trainer = quiet_trainer(strategy, max_epochs=1, use_distributed_sampler=False)
+        loaders = [DataLoader(samples, n, collate_fn=collated) for n in (2, 4)]  # type: ignore[arg-type]
+        trainer.fit(module, loaders[0])
+        found.append((dict(module.named_parameters()), trainer.predict(module, loaders[1])))
+    return [({name: p.detach().clone() for name, p in weights.items()}, rows) for weights, rows in found]
+
+
+def collated(samples: Any) -> dict[str, Any]:
+    rows, parts = zip(*samples, strict=True)
+    return {"x": torch.stack(rows), "parts": list(parts)}
+
+
+def test_no_replica_waits_for_one_whose_parts_have_the_length_of_the_batch(ranks: Any) -> None:
+    """Held against DDP, in a fit and in predictions whose last batch is short."""
+    for ours, theirs in ranks(2, of_parts):
+        torch.testing.assert_close(ours, theirs)

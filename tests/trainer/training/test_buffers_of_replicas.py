@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import callbacks as stock_callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_megatron import LlamaModule, MegatronStrategy, VerifyCheckpoint
@@ -38,9 +40,13 @@ class Net(L.LightningModule):
         self.register_buffer("largest", torch.zeros(()))
         self.trace: list[dict[str, Tensor]] = []
 
+    def configure_model(self) -> None:
+        self.register_buffer("columns", torch.randint(4, (4,)))
+        self.register_buffer("mask", torch.rand(4) > 0.5)
+
     def step(self, batch: Any) -> Tensor:
         self.trace.append({name: buffer.clone() for name, buffer in self.named_buffers()})
-        x = (batch[0] @ self.projection) / (1 + self.largest)
+        x = torch.where(self.mask, batch[0], batch[0][:, self.columns]) @ self.projection / (1 + self.largest)
         return nn.functional.cross_entropy(self.net(x), batch[1])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -48,8 +54,11 @@ class Net(L.LightningModule):
         self.largest = torch.maximum(self.largest, batch[0].abs().max())  # a new tensor each time
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", self.step(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.step(batch), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -81,6 +90,37 @@ def test_buffers_have_ddps_values_before_every_step_and_validation(ranks: Any, o
         assert_same(ours, theirs)
 
 
+class Noisy(LlamaModule):
+    """Noise that each rank draws for itself, in its constructor and with its layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.manual_seed(torch.distributed.get_rank())
+        self.register_buffer("early", torch.randn(3), persistent=False)
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        draws = torch.Generator().manual_seed(torch.distributed.get_rank())
+        self.register_buffer("late", torch.randn(3, generator=draws))
+
+    def on_train_start(self) -> None:
+        self.at_start = self.early.clone(), self.late.clone()
+
+
+def noise(axes: dict[str, int]) -> Any:
+    module = Noisy("llama-tiny", **SIZES, num_query_groups=2)
+    quiet_trainer(MegatronStrategy(**axes), max_steps=1).fit(module, DataLoader(TOKENS, 2))  # type: ignore[arg-type]
+    return module.at_start
+
+
+@pytest.mark.parametrize(("size", "axes"), [(4, {"tp": 2}), (2, {"pp": 2})], ids=["tp2-dp2", "pp2"])
+def test_random_buffers_of_a_parallel_model_are_those_of_rank_0(ranks: Any, size: int, axes: dict[str, int]) -> None:
+    """Held against what the first rank drew."""
+    drawn = torch.randn(3, generator=torch.Generator().manual_seed(0))
+    for found in ranks(size, noise, axes):
+        assert_same(found, (drawn, drawn))
+
+
 class Exchanges(L.Callback):
     """Validates with other buffers, as averaging of weights and buffers does, and takes them back."""
 
@@ -103,6 +143,42 @@ def exchanged() -> tuple[Any, Any]:
 
 def test_buffers_that_a_callback_exchanges_for_a_validation_are_those_that_ddp_sends(ranks: Any) -> None:
     for ours, theirs in ranks(2, exchanged):
+        assert_same(ours, theirs)
+
+
+class ExchangesInTests(Exchanges):
+    """Does so in a test."""
+
+    def on_test_epoch_start(self, trainer: Any, module: Any) -> None:
+        super().on_validation_epoch_start(trainer, module)
+
+    on_test_epoch_end = on_test_epoch_start
+
+
+def averaged(evaluates: str) -> list[Any]:
+    """Buffers seen, evaluations and weights with averages of weights and buffers, under ours and under DDP."""
+
+    def run(strategy: Any) -> Any:
+        recorder, module = Recorder(), Net()
+        averages = stock_callbacks.EMAWeightAveraging(decay=0.5, use_buffers=True) if evaluates == "averages" else None
+        callbacks = [averages or ExchangesInTests()]
+        options = {"max_epochs": 2, "val_check_interval": 2, "accumulate_grad_batches": 2, "callbacks": callbacks}
+        trainer = quiet_trainer(strategy, logger=[recorder], **options)
+        trainer.fit(module, DataLoader(ROWS, 4), [DataLoader(ROWS, 4), DataLoader(ROWS, 8)])
+        trainer.test(module, DataLoader(ROWS, 4), verbose=False)
+        logged = [row for row in recorder.rows if any(name.startswith(("val", "test")) for name in row)]
+        return module.trace, logged, {**module.state_dict()}
+
+    return [run(MegatronStrategy()), run(DDPStrategy())]
+
+
+HAS_AVERAGES = hasattr(stock_callbacks, "EMAWeightAveraging")  # Lightning has it from 2.6 on
+
+
+@pytest.mark.parametrize("evaluates", ["exchanged", *["averages"] * HAS_AVERAGES])
+def test_averages_of_buffers_are_evaluated_as_under_ddp(ranks: Any, evaluates: str) -> None:
+    """Two loaders of a validation in mid-accumulation, and a test."""
+    for ours, theirs in ranks(2, averaged, evaluates):
         assert_same(ours, theirs)
 
 
@@ -159,6 +235,71 @@ def measured(where: str) -> list[Any]:
 def test_metrics_of_a_module_train_with_overlapped_gathers(ranks: Any, where: str) -> None:
     for ours, theirs in ranks(2, measured, where):
         assert_same(ours, theirs)
+
+
+class Counts(L.Callback):
+    """Metrics that no module holds, in a list, updated on every rank."""
+
+    def __init__(self) -> None:
+        self.counts = [SumMetric()]
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.counts[0].update(batch["tokens"].sum())
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("of_callback", self.counts[0].compute())
+
+
+class Plain(LlamaModule):
+    """Metrics in a dictionary, updated behind the model's call, so on the last stage of a pipeline alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.plain = {"sum": SumMetric(), "mean": MeanMetric()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for metric in self.plain.values():
+            metric.update(batch["labels"].float())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({name: metric.compute() for name, metric in self.plain.items()})
+        for metric in self.plain.values():
+            metric.reset()
+
+
+def counted_outside(axes: dict[str, int], before: dict[str, int] | None = None) -> tuple[Any, list[str]]:
+    """Logs of an epoch, and warnings of torchmetrics; if wanted, behind a run of the module in another layout."""
+    module = Plain("llama-tiny", **SIZES, num_query_groups=2)
+    return [count(module, each) for each in (before, axes) if each is not None][-1]
+
+
+def count(module: Plain, axes: dict[str, int]) -> tuple[Any, list[str]]:
+    replicas = 1 if axes else 2
+    first = torch.distributed.get_rank() if replicas > 1 else 0
+    loader = DataLoader(TOKENS[first::replicas], 4 // replicas)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        strategy = MegatronStrategy(**axes, micro_batch_size=2)
+        options = {"max_epochs": 1, "callbacks": [Counts()], "use_distributed_sampler": False}
+        trainer = quiet_trainer(strategy, **options)
+        trainer.fit(module, loader)
+    found = {name: float(trainer.callback_metrics[name]) for name in ("sum", "mean", "of_callback")}
+    return found, [str(each.message) for each in told if "``compute``" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "before"), [({}, None), ({"tp": 2}, None), ({"pp": 2}, None), ({}, {"tp": 2}), ({"tp": 2}, {})], ids=str
+)
+def test_metrics_that_no_module_holds_count_every_sample_once(
+    ranks: Any, axes: dict[str, int], before: dict[str, int] | None
+) -> None:
+    """Held against what the loader gives."""
+    labels, tokens = (torch.stack([row[key] for row in TOKENS]).double() for key in ("labels", "tokens"))
+    right = {"sum": float(labels.sum()), "mean": float(labels.mean()), "of_callback": float(tokens.sum())}
+    for found in ranks(2, counted_outside, axes, before):
+        assert found == (pytest.approx(right), [])
 
 
 # Checkpoints

@@ -164,29 +164,42 @@ def test_ranks_draw_what_one_process_draws_though_rank_0_draws_alone(ranks: Any,
 
 
 class Noted(L.Callback):
+    """What is drawn at the start of each batch of an evaluation behind a fit."""
+
     def __init__(self) -> None:
         self.drawn: list[Any] = []
 
     def on_test_batch_start(self, *_: Any) -> None:
         self.drawn.append(draw())
 
+    on_validation_batch_start = on_predict_batch_start = on_test_batch_start
 
-def drawn_in_a_test(axes: dict[str, Any]) -> Any:
-    """What a test draws behind a fit at whose end rank 0 has drawn alone."""
+
+def drawn_behind_a_fit(axes: dict[str, Any], does: str) -> Any:
+    """What an evaluation, or the steps of a second fit, draw behind a fit at whose end rank 0 has drawn alone."""
     L.seed_everything(7, verbose=False)
     noted = Noted()
-    callbacks = [Alone("on_train_batch_end"), noted]
-    trainer = quiet_trainer(MegatronStrategy(**axes), callbacks=callbacks, max_steps=5, use_distributed_sampler=False)
+    options = {"max_epochs": 1, "limit_train_batches": 5, "use_distributed_sampler": False}
+    trainer = quiet_trainer(MegatronStrategy(**axes), callbacks=[Alone("on_train_batch_end"), noted], **options)
     module = Model("llama-tiny", **SIZES, num_query_groups=2)
     trainer.fit(module, DataLoader(Fixed(), 4))
-    trainer.test(module, DataLoader(Fixed(), 16), verbose=False)
-    return noted.drawn
+    trainer.fit_loop.max_epochs = 2
+    getattr(trainer, does)(module, DataLoader(Fixed(), 4 if does == "fit" else 16))
+    return noted.drawn or module.drawn[5:]
 
 
-def test_a_test_goes_on_with_what_rank_0_has_drawn(ranks: Any) -> None:
-    (expected,) = ranks(1, drawn_in_a_test, {})
-    assert len(expected) == 2
-    assert ranks(2, drawn_in_a_test, {"tp": 2}) == [expected] * 2
+@pytest.mark.parametrize(
+    "does", ["test", *(pytest.param(does, marks=pytest.mark.slow) for does in ("fit", "validate", "predict"))]
+)
+def test_what_follows_a_fit_goes_on_with_what_rank_0_has_drawn(ranks: Any, does: str) -> None:
+    """Held against one process; a pipeline draws from seeds of each micro-batch, so its stages against each other."""
+    (expected,) = ranks(1, drawn_behind_a_fit, {}, does)
+    assert len(expected) == (5 if does == "fit" else 2)
+    for axes in ({"tp": 2}, {"cp": 2}):
+        assert ranks(2, drawn_behind_a_fit, axes, does) == [expected] * 2
+    first, second = ranks(2, drawn_behind_a_fit, {"pp": 2}, does)
+    assert first == second
+    assert len(first) == len(expected)
 
 
 def test_samples_that_ranks_of_a_replica_drew_apart_are_named(ranks: Any) -> None:

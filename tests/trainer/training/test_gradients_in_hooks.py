@@ -139,6 +139,22 @@ class Toggled(Net):
         self.look()
 
 
+class ToggledSums(Toggled):
+    """Steps every second batch; the hook looks at the parameters of its optimizer."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None and p.requires_grad])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(Net.training_step(self, batch, batch_idx))
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
 def clamp(param: Tensor) -> None:
     """A hook for a parameter."""
     assert param.grad is not None
@@ -259,11 +275,21 @@ def test_so_they_do_however_a_step_is_cut(ranks: Ranks, ours: dict[str, Any], op
     assert_equal(ranks(2, both, kinds, ours, **options), 1e-2 if "precision" in options else 1e-5)
 
 
-@pytest.mark.parametrize(
+IN_EACH_FORM = pytest.mark.parametrize(
     ("ours", "options"),
     [({}, {}), ({}, {"precision": "bf16-mixed"}), ({"distributed_optimizer": False}, {})],
     ids=["sharded", "bf16", "whole"],
 )
+
+
+@IN_EACH_FORM
+def test_optimizers_that_are_toggled_leave_the_gradients_of_ddp(
+    ranks: Ranks, ours: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert_equal(ranks(2, both, [Toggled, ToggledSums], ours, **options), 1e-5)
+
+
+@IN_EACH_FORM
 def test_gradients_outside_of_the_optimizers_are_averaged_too(
     ranks: Ranks, ours: dict[str, Any], options: dict[str, Any]
 ) -> None:
