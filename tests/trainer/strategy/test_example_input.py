@@ -44,9 +44,6 @@ class Llama(LlamaModule):
     def on_test_start(self) -> None:
         self.had.append(self.example_input_array is not None)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test", self.loss(batch))
-
 
 class Plain(LightningModule):
     """A module of the user's own, which torch can trace."""
