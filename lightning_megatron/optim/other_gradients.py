@@ -40,6 +40,6 @@ class OtherGradients:
         found = torch.tensor([float(param.grad is not None) for param, _ in others], device=mesh.rng.device)
         for (param, spec), exists in zip(others, all_reduce_max(found, mesh.dp_cp).tolist(), strict=True):
             if exists:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
                 all_reduce_in_place(param.grad, mesh.dp_cp if spec.ep_dim is None else mesh.edp)
                 param.grad.div_(mesh.dp_cp.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,13 @@ from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.core.update_scope import ELEMENTWISE, UpdateScope, has_train_eval_modes, update_scope
 from lightning_megatron.params import ParamSpec
 
+_REFUSED: Mapping[type[Optimizer], str] = {
+    torch.optim.LBFGS: "it runs its closure several times a step, and gradients are averaged over ranks once a step",
+    torch.optim.SparseAdam: (
+        "it takes sparse gradients alone, and those of sparse=True become dense in flat buffers: Adam takes them, and"
+        " also moves rows that a batch does not read"
+    ),
+}
 _WORKS = (*(kind.__name__ for kind in ELEMENTWISE), "FusedAdamW")
 
 
@@ -26,9 +33,9 @@ def scope_problems(
 ) -> list[Problem]:
     """Reasons why a rank does not hold all values that ``optimizer`` reads; arguments as in ``ShardedOptimizer``."""
     kind = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        reason = "it runs its closure several times a step, and gradients are averaged over ranks once a step"
-        return [Problem("optimizer", kind, reason, _WORKS)]
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, refused):
+            return [Problem("optimizer", kind, reason, _WORKS)]
     scope = update_scope(optimizer, config.elementwise)
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     remedies = _remedies(mesh, config.shard, [spec for _, param, spec in named_params if id(param) in own], scope)

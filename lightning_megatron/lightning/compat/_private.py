@@ -43,6 +43,7 @@ __all__ = [
     "drop_signal_broadcast",
     "has_hooks",
     "injects_samplers",
+    "logs_graph",
     "mark_updated",
     "recompilations",
     "set_shown_value",
@@ -136,6 +137,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     PrivateName("_max_depth", "lightning.pytorch.callbacks.ModelSummary", (_HERE,), "its argument"),
     PrivateName("_log_model", "lightning.pytorch.loggers.WandbLogger", (_HERE,), "loggers that upload"),
+    PrivateName("_log_graph", "lightning.pytorch.loggers.TensorBoardLogger", (_HERE,), "its argument"),
     PrivateName(
         "_TunerExitException", "lightning.pytorch.utilities.exceptions", (_HERE,), "the end of a run that only tunes"
     ),
@@ -279,6 +281,11 @@ def agree_to_validate(trainer: Trainer, since: float) -> float:
 def asks_for_upload(logger: Any) -> bool:
     """True if a logger was made with ``log_model=True`` or ``"all"``; Lightning's loggers share this attribute."""
     return getattr(logger, "_log_model", False) in (True, "all")
+
+
+def logs_graph(logger: Any) -> bool:
+    """True if a logger was made with ``log_graph=True``."""
+    return bool(getattr(logger, "_log_graph", False))
 
 
 def summary_depth(callback: ModelSummary) -> int:

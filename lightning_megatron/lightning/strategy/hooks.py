@@ -73,7 +73,7 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints = RunCheckpoints(self._ranks, self._params)
         self._terminal, self._known_warnings = Terminal(), KnownWarnings()
         self._start = RankStart(self._ranks, self._record, self._params, self.checkpoints)
-        self._own_callbacks = OwnCallbacks(job.save_on_signal)
+        self._own_callbacks = OwnCallbacks(job.save_on_signal, job.layout)
         self._engine: StepEngine | None = None
         self._batches: BatchWatch | None = None
         self._validated = 0.0

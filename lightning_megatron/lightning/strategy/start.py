@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_megatron import device as devices
 from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
 from lightning_megatron.lightning.build.placement import Placement, placement_of, store_placement
 from lightning_megatron.lightning.comparison.compare import RankComparison
@@ -21,6 +22,7 @@ from lightning_megatron.lightning.comparison.facts import (
 )
 from lightning_megatron.lightning.comparison.places import PlaceProbe, places_of
 from lightning_megatron.lightning.environments.agreement import rank_problems
+from lightning_megatron.lightning.monitoring.example_input import ExampleInput
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.monitoring.late_bar import LateBar
 from lightning_megatron.lightning.step.precision import MegatronPrecision
@@ -42,7 +44,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 ORDER: tuple[type[Callback], ...] = (
-    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients, LateBar),
+    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients, LateBar, ExampleInput),
     *(Callback, KillSwitch, Checkpoint, HookMarks),
 )
 """Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""
@@ -224,8 +226,8 @@ class RankStart:
 class OwnCallbacks:
     """Callbacks that the strategy adds to the Trainer's, and all kill switches, including the user's."""
 
-    def __init__(self, save_on_signal: bool) -> None:
-        self._save_on_signal = save_on_signal
+    def __init__(self, save_on_signal: bool, layout: ParallelLayout) -> None:
+        self._save_on_signal, self._layout = save_on_signal, layout
         self._trainer: Trainer | None = None
         self._added: list[Callback] = []
 
@@ -243,7 +245,7 @@ class OwnCallbacks:
         self._trainer = trainer
         if self._save_on_signal and not self._switches:
             self.add(KillSwitch(always_save=False))
-        self.add(*map(BeforeNextStep, self._switches))
+        self.add(*map(BeforeNextStep, self._switches), ExampleInput(self._layout))
 
     def add(self, *callbacks: Callback) -> None:
         """Insert callbacks into those of the Trainer, in :data:`ORDER`; no action without a Trainer."""

@@ -116,7 +116,7 @@ class Slot:
         elif grad is not self.grad and grad is not None:
             with torch.no_grad():
                 if self.aliased:
-                    self.grad.copy_(grad)
+                    self.grad.copy_(grad.to_dense())
                     set_grad(param, self.grad)
                 else:
                     self.grad.add_(grad)
@@ -171,7 +171,7 @@ class Slot:
     def assign(self, grad: Tensor) -> None:
         """Replace the accumulated gradient by one that the user has assigned."""
         with torch.no_grad():
-            self.grad.copy_(grad)
+            self.grad.copy_(grad.to_dense())  # dense tensors as they are; embeddings may have sparse gradients
         self.has_grad = True
         if self.aliased:
             set_grad(self.owned.param, self.grad)

@@ -159,6 +159,56 @@ def test_state_of_higher_precision_than_its_parameters_is_not_rounded() -> None:
     assert loaded.seen
 
 
+class LoadsFirst(Net):
+    """Loads a state of its own in the first hook of a training."""
+
+    def __init__(self, optimizer: str, state: dict[str, Any]) -> None:
+        super().__init__(optimizer, "nothing")
+        self.state = state
+
+    def on_train_start(self) -> None:
+        self.trainer.optimizers[0].load_state_dict(copy.deepcopy(self.state))
+
+
+def state_after(optimizer: str) -> dict[str, Any]:
+    """The state that a training of stock Lightning leaves."""
+    net, found = Net(optimizer, "nothing"), list[Any]()
+    net.on_train_end = lambda: found.append(copy.deepcopy(net.trainer.optimizers[0].state_dict()))  # type: ignore[method-assign]
+    train("auto", net)
+    state: dict[str, Any] = found[0]
+    return state
+
+
+def loads_first(layout: dict[str, Any], optimizer: str, state: dict[str, Any]) -> dict[str, Tensor]:
+    net = train(MegatronStrategy(**layout), LoadsFirst(optimizer, state))
+    return {name: value.detach().clone() for name, value in net.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_a_state_that_is_loaded_before_the_first_step_counts(ranks: Ranks, optimizer: str) -> None:
+    """Against stock, on one process and on two replicas with all of the state."""
+    state = state_after(optimizer)
+    stock, plain = train("auto", LoadsFirst(optimizer, state)), train("auto", Net(optimizer, "nothing"))
+    right = {name: value.detach() for name, value in stock.named_parameters()}
+    alone, on_two = loads_first({}, optimizer, state), {"distributed_optimizer": False}
+    for weights in (alone, *ranks(2, loads_first, on_two, optimizer, state)):
+        torch.testing.assert_close(weights, right, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(stock.body.weight, plain.body.weight, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_it_counts_more_than_the_state_of_a_checkpoint(tmp_path: Path) -> None:
+    """Against stock, in runs that see the same batch in each step."""
+    state, data, made = state_after("adam"), DataLoader(torch.ones(4 * STEPS, 4), 4), []  # type: ignore[arg-type, var-annotated]
+    for path, strategies in (tmp_path / "a", ["auto"] * 2), (tmp_path / "b", [MegatronStrategy(), MegatronStrategy()]):
+        saving, goes_on = (quiet_trainer(each, max_steps=n) for each, n in zip(strategies, (WHEN, STEPS), strict=True))
+        saving.fit(Net("adam", "nothing"), data)
+        saving.save_checkpoint(path)
+        made.append(LoadsFirst("adam", state))
+        goes_on.fit(made[-1], data, ckpt_path=path)
+    assert_same(made[1], made[0])
+
+
 class Saves(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == WHEN and self.path is not None:
