@@ -86,7 +86,7 @@ def test_so_it_does_where_replicas_share_main_values(ranks: Ranks) -> None:
 def test_a_run_that_is_resumed_between_two_validations_ends_with_the_same_averages(
     tmp_path: Path, in_one_file: bool
 ) -> None:
-    how = {"save_distributed_checkpoint": not in_one_file}
+    how: dict[str, Any] = {"save_distributed_checkpoint": not in_one_file}
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=7)
     _, whole, _ = trained(4, saver=saver, **how)
     _, resumed, _ = trained(4, ckpt_path=tmp_path / "step=7.ckpt", **how)
