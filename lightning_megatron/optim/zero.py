@@ -365,6 +365,11 @@ class ShardedOptimizer(ShardedState):
         found = (pair for main in self._mains.values() for pair in main.values())
         return {id(slot.owned.param): value.detach().cpu().clone() for slot, value in found}
 
+    @property
+    def rounded(self) -> list[MainValues]:
+        """Main values that parameters hold in fewer bits."""
+        return [main for main in self._mains.values() if not main.is_view]
+
     def copy_written_values(self) -> None:
         """Copy values that the user has written into parameters since the last step, before they are used or saved."""
         self._before_write()

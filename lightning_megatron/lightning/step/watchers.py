@@ -25,6 +25,11 @@ def watches_parameters(trainer: Trainer) -> bool:
     return any(_may_read(callback, Callback, _BETWEEN_STEPS) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
+def averages_parameters(callback: object) -> bool:
+    """True for Lightning's callbacks that average parameters."""
+    return any(kind.__name__ in _AVERAGES for kind in type(callback).__mro__)
+
+
 def watches_gradients(trainer: Trainer, *hooks: str) -> bool:
     """True if one of these hooks of the module or a callback may read or write gradients, by the same rule."""
     callbacks: Sequence[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -42,8 +47,7 @@ def reads_outputs(trainer: Trainer) -> bool:
 
 
 def _may_read(instance: object, base: type, hooks: Sequence[str]) -> bool:
-    kinds = type(instance).__mro__
-    if any(kind.__name__ in _AVERAGES for kind in kinds) or getattr(instance, "reads_parameters", False):
+    if averages_parameters(instance) or getattr(instance, "reads_parameters", False):
         return True
     return any(_hook_may_read(instance, hook, base) for hook in hooks)
 

@@ -126,6 +126,7 @@ class StrategyHooks(ParallelStrategy):
         self._ranks.trials.begin(trainer, self.mesh)
         self._own_callbacks.add(*self._record.begin(trainer), HookGradients(self._params), LateBar(self.mesh.world))
         self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
+        self._own_callbacks.surround_averages(self._params)
         plugin, how = self.precision_plugin, (self.boundary, self._job.pipeline_schedule, self.micro_batch_size)
         self._engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)
 

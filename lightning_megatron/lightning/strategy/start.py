@@ -26,12 +26,18 @@ from lightning_megatron.lightning.monitoring.example_input import ExampleInput
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.monitoring.late_bar import LateBar
 from lightning_megatron.lightning.step.precision import MegatronPrecision
+from lightning_megatron.lightning.step.watchers import averages_parameters
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
 from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.strategy.kill_switch import BeforeNextStep, KillSwitch
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.strategy.recording import ActionRecord
-from lightning_megatron.lightning.strategy.trained_parameters import HookGradients, TrainedParameters
+from lightning_megatron.lightning.strategy.trained_parameters import (
+    AfterAverages,
+    BeforeAverages,
+    HookGradients,
+    TrainedParameters,
+)
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.lightning.validation.accelerators import accelerator_problems
@@ -39,6 +45,7 @@ from lightning_megatron.lightning.validation.features import compile_problems, p
 from lightning_megatron.lightning.validation.job import Job, backend_problems, document_problems, job_problems
 from lightning_megatron.lightning.validation.memory import MemoryForecast, MemoryLimit, limit_of
 from lightning_megatron.lightning.validation.nodes import node_problems
+from lightning_megatron.optim.shown_main_values import ShownMainValues
 from lightning_megatron.recorder.call import Call
 from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
@@ -258,6 +265,14 @@ class OwnCallbacks:
             later = (number for number, other in enumerate(present) if self._place(other) > place)
             present.insert(next(later, len(present)), callback)
 
+    def surround_averages(self, params: TrainedParameters) -> None:
+        """Put a callback before and one behind each that averages parameters."""
+        present, shown = self._present, ShownMainValues()
+        for number in reversed([n for n, callback in enumerate(present) if averages_parameters(callback)]):
+            around = [BeforeAverages(params, shown), present[number], AfterAverages(shown)]
+            present[number : number + 1] = around
+            self._added += around[::2]
+
     def listen(self) -> None:
         """Replace the signal handlers that Lightning has just set."""
         for switch in self._switches:
@@ -281,7 +296,7 @@ class OwnCallbacks:
         return any(callback is own for own in self._added)
 
     def _place(self, callback: Callback) -> int:
-        if self._is_own(callback):
+        if type(callback) in ORDER and self._is_own(callback):
             return ORDER.index(type(callback))
         return ORDER.index(Checkpoint if isinstance(callback, Checkpoint) else Callback)
 

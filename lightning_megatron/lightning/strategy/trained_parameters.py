@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_megatron import device as devices
@@ -22,6 +23,7 @@ from lightning_megatron.lightning.step.watchers import watches_gradients, watche
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
 from lightning_megatron.optim.kept_values import KeptModel, KeptValues
+from lightning_megatron.optim.shown_main_values import ShownMainValues
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
 
@@ -240,6 +242,58 @@ class HookGradients(Callback):
         for sharded in self._params.sharded if self._before_step else ():
             if sharded.optimizer is optimizer:
                 sharded.show_mean_grads()
+
+
+class BeforeAverages(Callback):
+    """Stands before a callback that averages parameters or validates with averages: it gets main values."""
+
+    reads_parameters = False
+
+    def __init__(self, params: TrainedParameters, shown: ShownMainValues) -> None:
+        self._params, self._shown = params, shown
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BeforeAverages:
+        return BeforeAverages(self._params, self._shown)  # copies share the strategy
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let the copy of the model, which holds the averages, have the dtype of main values."""
+        mode = MegatronPrecision.of(trainer.precision_plugin).mode
+        if stage == "fit" and mode.main is not None:
+            if is_overridden("configure_model", pl_module):
+                pl_module.configure_model()  # as the callback does next
+            self._shown.widen(pl_module.parameters(), mode.params, mode.main)
+
+    def _show(self, *_: Any, **__: Any) -> None:
+        self._shown.show(self._params.sharded)
+
+    on_train_batch_end = on_train_epoch_start = on_train_epoch_end = on_train_end = _show
+    on_validation_epoch_start = on_validation_epoch_end = _show
+
+
+class AfterAverages(Callback):
+    """Stands behind that callback, so that others find parameters as they are."""
+
+    reads_parameters = False
+
+    def __init__(self, shown: ShownMainValues) -> None:
+        self._shown = shown
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AfterAverages:
+        return AfterAverages(self._shown)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the model its dtypes back."""
+        self._shown.narrow()
+
+    def _take_back(self, *_: Any, **__: Any) -> None:
+        self._shown.take_back()
+
+    on_train_batch_end = on_train_epoch_start = on_train_epoch_end = on_train_end = _take_back
+    on_validation_epoch_start = on_validation_epoch_end = _take_back
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave no parameter with main values."""
+        self._shown.hide()
 
 
 def is_fitting(module: LightningModule) -> bool:
