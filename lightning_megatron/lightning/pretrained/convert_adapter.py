@@ -187,7 +187,7 @@ def _base_tensors(opened: _Opened, source: PathLike, given: PathLike | None) -> 
             f" (weights {there['hash'][:12]})"
         )
     if is_hf_directory(path):
-        return open_hf(path)[1], read_settings(path)
+        return open_hf(path, is_base=True)[1], read_settings(path)
     base = open_checkpoint(path)
     return inside_model(base.tensors()), base.meta.get(SETTINGS) or {}
 

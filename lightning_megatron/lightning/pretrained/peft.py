@@ -16,7 +16,7 @@ from lightning_megatron.adapters.lora import LoRA
 from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer, Part
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
-from lightning_megatron.checkpoint.formats.hf.directory import read_json_object
+from lightning_megatron.checkpoint.formats.hf.directory import ADAPTER, read_json_object
 from lightning_megatron.checkpoint.formats.hf.tensors import row_rule
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same, stacked, transposed
@@ -28,7 +28,7 @@ from lightning_megatron.files.writing import writing
 from lightning_megatron.lightning.pretrained.convert import refuse_existing
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FROZEN = r"(base_layer|embed_tokens|lm_head|wte|word_embeddings)\.weight$"
 """PEFT copies the frozen weights of embeddings that have adapters."""

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from lightning_megatron import ConfigError, GPTModule, LoRA
+from lightning_megatron import ConfigError, GPTModule, LoRA, MegatronStrategy
+from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.cli.convert import convert_command
+from lightning_megatron.evaluation.ranks import check_decoder
+from lightning_megatron.lightning.pretrained.convert import hf_to_checkpoint
 from lightning_megatron.lightning.pretrained.convert_adapter import merge_adapter, peft_to_checkpoint
 from lightning_megatron.lightning.pretrained.peft import read_peft_settings
+from lightning_megatron.testing.trainer import quiet_trainer
 from tests.families import TINY, VOCABULARY, hf_model
 from tests.lora import DORA, LLAMA, MIXTRAL, Case, Kind, make, peft_model
 
@@ -144,6 +151,56 @@ def test_an_adapter_computes_what_peft_computes_however_it_began_or_is_refused_b
         return
     peft_to_checkpoint(tmp_path / "peft", tmp_path / "a.ckpt", base=tmp_path / "hf")
     torch.testing.assert_close(logits(tmp_path / "a.ckpt"), model.eval()(tokens()).logits.detach())
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "from_hf": GPTModule.from_hf,
+    "from_hf, adapted": lambda folder: GPTModule.from_hf(folder, lora=LLAMA.lora),
+    "load_hf": lambda folder: GPTModule.from_hf(folder, weights=False).load_hf(folder),
+    "load_weights": lambda folder: GPTModule.from_hf(folder, weights=False).load_weights(folder),
+    "ckpt_path": lambda folder: quiet_trainer(MegatronStrategy(), max_steps=1).fit(
+        GPTModule.from_hf(folder, weights=False),
+        DataLoader([{"tokens": row, "labels": row} for row in tokens()]),
+        ckpt_path=str(folder),
+    ),
+    "hf-to-ckpt": lambda folder: hf_to_checkpoint(folder, folder.with_name("whole.ckpt")),
+    "evaluate": check_decoder,
+}
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A model with an adapter in its own folder, as ``save_pretrained`` of both writes them."""
+    case = make(Kind("llama", ("q_proj", "down_proj")), tmp_path_factory.mktemp("beside"))
+    for file in case.peft.iterdir():
+        (case.hf / file.name).write_bytes(file.read_bytes())
+    return case
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_adapter_beside_the_weights_of_a_model_is_refused_by_every_reader(beside, reader):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: transformers adds .*convert merge ADAPTER"):
+        READERS[reader](beside.hf)
+    assert not (beside.folder / "whole.ckpt").exists()
+
+
+def test_the_commands_that_the_refusal_names_make_what_transformers_loads(beside, tmp_path):
+    """Transformers loads a folder of both with the adapter; without the file it loads the weights alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(beside.hf).eval()(tokens()).logits
+    adapter, whole = str(tmp_path / "a.ckpt"), str(tmp_path / "whole.ckpt")
+    assert convert_command(["peft-to-ckpt", str(beside.hf), adapter, "--base", str(beside.hf)]) == 0
+    torch.testing.assert_close(logits(adapter), theirs, atol=2e-5, rtol=1e-4)
+    assert convert_command(["merge", adapter, whole]) == 0
+    torch.testing.assert_close(logits(whole), theirs, atol=2e-5, rtol=1e-4)
+    alone = shutil.copytree(beside.hf, tmp_path / "alone")
+    (alone / "adapter_config.json").unlink()
+    with torch.no_grad():
+        without = AutoModelForCausalLM.from_pretrained(alone).eval()(tokens()).logits
+        torch.testing.assert_close(GPTModule.from_hf(alone).eval()(tokens()), without, atol=2e-5, rtol=1e-4)
+    assert float((theirs - without).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("entry", ["kasa_config", "arrow_config", "use_bdlora", "of_tomorrow"])
