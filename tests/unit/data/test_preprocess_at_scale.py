@@ -115,6 +115,26 @@ def test_what_another_run_has_left_is_not_taken(tmp_path: Path) -> None:
         assert not list(folder.folder.glob("part-*"))
 
 
+@pytest.mark.parametrize("named", ["tokenizer.json", ""], ids=["the file", "its folder"])
+@pytest.mark.parametrize("changed", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_parts_of_a_tokenizer_with_other_settings_are_not_taken(tmp_path: Path, named: str, changed: str) -> None:
+    folder, source = tmp_path / "tokenizer", write(tmp_path / "corpus.jsonl", LINES)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    options = parts.EncodeOptions(TokenizerSpec("HuggingFaceTokenizer", str(folder / named)))
+
+    def goes_on() -> bool:
+        made = parts.PartsFolder(tmp_path / "out.parts", cut([source], 3), options)
+        found = made.prepare()
+        made.parts[0].marker.write_text("{}")
+        return found
+
+    (tmp_path / "out.parts").mkdir()
+    assert [goes_on(), goes_on()] == [False, True]
+    (folder / changed).write_text('{"other": 1}')
+    assert [goes_on(), goes_on()] == [False, True]
+
+
 def test_two_runs_do_not_write_the_same_parts(tmp_path: Path) -> None:
     source = write(tmp_path / "corpus.jsonl", LINES)
     (tmp_path / "out.parts").mkdir()
