@@ -112,6 +112,60 @@ def test_going_to_a_step_by_number_is_walking_there() -> None:
     assert after(lambda scheduler: scheduler.step(5)) == after(walk) == {"position": 40, "wd": pytest.approx(0.04)}
 
 
+def beyond(scheduler: MegatronLR) -> None:
+    scheduler.step(40)
+
+
+def back(scheduler: MegatronLR) -> None:
+    for _ in range(9):
+        scheduler.step()
+    scheduler.step(3)
+
+
+def to_the_start(scheduler: MegatronLR) -> None:
+    scheduler.step(7)
+    scheduler.step(0)
+
+
+def on_from_there(scheduler: MegatronLR) -> None:
+    scheduler.step(6)
+    scheduler.step()
+    scheduler.step(units=4)
+    scheduler.step(units=4)
+
+
+def of_a_state(scheduler: MegatronLR) -> None:
+    """Into a scheduler that has walked elsewhere, and on by number."""
+    state = scheduler.state_dict()
+    for _ in range(12):
+        scheduler.step()
+    scheduler.load_state_dict(state)
+    scheduler.step(2)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize(
+    ("go", "steps"), [(beyond, 40), (back, 3), (to_the_start, 0), (on_from_there, 8), (of_a_state, 2)]
+)
+def test_wherever_a_number_leads_rate_and_decay_are_those_of_walking_there(
+    go: Callable[[MegatronLR], None], steps: int
+) -> None:
+    def after(go: Callable[[MegatronLR], None]) -> tuple[int, float, float]:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3, weight_decay=0.1)
+        schedule = LRSchedule(1e-3, 1e-5, warmup=16, decay=160)
+        scheduler = MegatronLR(optimizer, schedule, WDSchedule(0.0, 0.1, 100, "linear"), step_size=8)
+        optimizer.step()
+        go(scheduler)
+        return scheduler.position, optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
+
+    def walk(scheduler: MegatronLR) -> None:
+        for _ in range(steps):
+            scheduler.step()
+
+    assert after(go) == pytest.approx(after(walk))
+    assert after(walk)[0] == 8 * steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "faulty"),
     [
