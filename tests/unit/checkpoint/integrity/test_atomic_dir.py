@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import remove
 from lightning_megatron.checkpoint.directory import atomic_dir as publishing
+from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
 from lightning_megatron.checkpoint.directory.leftovers import recover, remove_stale
+from lightning_megatron.testing.trainer import quiet_trainer
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -83,6 +88,22 @@ def test_entries_are_on_disk_before_the_name_and_the_name_before_the_end(tmp_pat
     publishing.publish(temporary, path)
     named = max(place for place, event in enumerate(happened) if event == ("name", str(path)))
     assert ("sync", str(temporary)) in happened[:named]
+    assert ("sync", str(tmp_path)) in happened[named:]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["first", "again"])
+def test_the_bytes_of_one_file_are_on_disk_before_its_name(tmp_path, happened, there):
+    """The file of a whole run, as ``save_distributed_checkpoint=False`` writes it."""
+    path, strategy = tmp_path / "a.ckpt", MegatronStrategy(save_distributed_checkpoint=False)
+    trainer = quiet_trainer(strategy, max_steps=1)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 2)))
+    if there:
+        trainer.save_checkpoint(path)
+    happened.clear()
+    trainer.save_checkpoint(path)
+    assert path.is_file()
+    named = max(place for place, event in enumerate(happened) if event == ("name", str(path)))
+    assert any(what == "sync" and Path(file).parent.parent.name == UNFINISHED for what, file in happened[:named])
     assert ("sync", str(tmp_path)) in happened[named:]
 
 
