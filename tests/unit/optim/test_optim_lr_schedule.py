@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.lr_schedule import LRSchedule, MegatronLR, WDSchedule
+from lightning_megatron.testing.trainer import quiet_trainer
 
 
 def test_the_log_lines_of_the_bloom_recipe() -> None:
@@ -198,3 +201,42 @@ def test_impossible_weight_decays(arguments: dict, faulty: set[str]) -> None:
     with pytest.raises(ConfigError) as error:
         WDSchedule(**arguments)
     assert {problem.argument for problem in error.value.problems} == faulty
+
+
+class Epochs(BoringModel):
+    """Rates and weight decays of each epoch, of a schedule that moves between epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+        schedule = LRSchedule(1e-3, 1e-5, warmup=16, decay=48)
+        scheduler = MegatronLR(optimizer, schedule, WDSchedule(0.0, 0.1, 40, "linear"), step_size=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+    def on_train_epoch_end(self) -> None:
+        group = self.trainer.optimizers[0].param_groups[0]
+        self.seen.append((group["lr"], group["weight_decay"]))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_by_epochs_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    """Held against the formulas, beyond the end of the decay, and against a run that was not stopped."""
+
+    def run(epochs: int, before: Path | None = None) -> tuple[list[tuple[float, float]], Path]:
+        module, path = Epochs(), tmp_path / f"{epochs}-{before is None}.ckpt"
+        trainer = quiet_trainer(MegatronStrategy(), max_epochs=epochs, max_steps=-1, limit_train_batches=2)
+        trainer.fit(module, ckpt_path=before)
+        trainer.save_checkpoint(path)
+        return module.seen, path
+
+    whole, _ = run(8)
+    first, path = run(3)
+    rest, _ = run(8, path)
+    assert first + rest == whole
+    lr, wd = LRSchedule(1e-3, 1e-5, warmup=16, decay=48), WDSchedule(0.0, 0.1, 40, "linear")
+    assert whole == [
+        (pytest.approx(lr.learning_rate(8 * n)), pytest.approx(wd.weight_decay(8 * n))) for n in range(1, 9)
+    ]
