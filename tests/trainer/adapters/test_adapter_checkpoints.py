@@ -193,6 +193,7 @@ def evaluated(checkpoint: Path, folder: Path, *words: str) -> int:
     return command_line([*line, *words])
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_has_the_loss_of_pefts_merged_model(hf, tmp_path, capsys):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     module = first_adapter(hf)
