@@ -8,6 +8,7 @@ everything after it.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import zlib
@@ -24,6 +25,7 @@ Fingerprint = dict[str, Any]
 """Plain values by name, which ``torch.load(weights_only=True)`` can read; compared key by key."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt")
+_LATER = ("settings",)  # entries that fingerprints of older versions do not have
 _BLOCK = 2**16
 _BLOCKS = 64
 _WHOLE = 2**26
@@ -47,7 +49,10 @@ def data_fingerprint(data_path: DataPath, *, split: str) -> Fingerprint:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer, model: str | os.PathLike[str] | None) -> Fingerprint:
-    """Fingerprint of a tokenizer: its kind, the sizes that data depends on, and its file.
+    """Fingerprint of a tokenizer: its kind, the sizes that data depends on, its file, and its settings in effect.
+
+    Settings are those of the tokenizer itself, wherever they were read from: files beside the vocabulary count as far
+    as they change tokens.
 
     Args:
         tokenizer: tokenizer to describe.
@@ -60,6 +65,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer, model: str | os.PathLike[str] | 
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "files": [_content(file) for file in files if file.is_file()],
+        "settings": _hash(json.dumps(getattr(tokenizer, "settings", {}), sort_keys=True)),
     }
 
 
@@ -83,7 +89,9 @@ def fingerprint_problems(saved: Mapping[str, Any], now: Mapping[str, Any]) -> li
 def _differences(where: str, mine: Any, theirs: Any) -> Iterable[tuple[str, Any, Any]]:
     """Find the places where two values differ, inside nested mappings and lists."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        for key in dict.fromkeys((*theirs, *mine)):
+        for key in (
+            key for key in dict.fromkeys((*theirs, *mine)) if key not in _LATER or (key in mine and key in theirs)
+        ):
             yield from _differences(f"{where}.{key}", mine.get(key, _ABSENT), theirs.get(key, _ABSENT))
     elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         for number, (a, b) in enumerate(zip(mine, theirs, strict=True)):
@@ -107,6 +115,10 @@ def _shown(value: Any) -> Any:
 def _pair(prefix: str) -> Fingerprint:
     index, tokens = index_path(prefix), tokens_path(prefix)
     return {"index": _content(index), "tokens": _content(tokens), "token_bytes": tokens.stat().st_size}
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _content(file: Path) -> str:

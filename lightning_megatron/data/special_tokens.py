@@ -9,6 +9,10 @@ from typing import Any
 from lightning_megatron.errors import DataError
 from lightning_megatron.files.small import read_object
 
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""Settings beside ``tokenizer.json``; those of the second count where the first lists no added tokens."""
+
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _FIRST = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,3 +52,9 @@ def add_tokens(backend: Any, settings: Mapping[str, Any], added_token: Any) -> N
     for token in new:
         token.special |= token.content in names.values() and repr(token) not in map(repr, there)
     backend.add_tokens(new)
+
+
+def flags_of_added(backend: Any) -> list[list[Any]]:
+    """Ids, texts and flags of all added tokens, as plain values in the order of ids."""
+    tokens = sorted(backend.get_added_tokens_decoder().items())
+    return [[id, token.content, *(getattr(token, flag) for flag in _FLAGS)] for id, token in tokens]

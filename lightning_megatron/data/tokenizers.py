@@ -5,12 +5,18 @@ from __future__ import annotations
 import base64
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from lightning_megatron.data.special_tokens import add_tokens, settings_of, special_tokens
+from lightning_megatron.data.special_tokens import (
+    SETTINGS_FILES,
+    add_tokens,
+    flags_of_added,
+    settings_of,
+    special_tokens,
+)
 from lightning_megatron.errors import ConfigError, DataError, Problem, how_to_install, nearest_names
 from lightning_megatron.files.small import LONGEST, read_json
 
@@ -54,6 +60,9 @@ class Tokenizer(Protocol):
 
 
 class _Base:
+    settings: Mapping[str, Any] = {}
+    """Plain values that tokens depend on beside the vocabulary; a fingerprint has their hash."""
+
     def __init__(
         self,
         vocab_size: int,
@@ -84,7 +93,7 @@ class SentencePieceTokenizer(_Base):
             raise DataError.at(path, "not a sentencepiece model", do="give a .model file") from error
         if not self._model.vocab_size():
             raise DataError.at(path, "a sentencepiece model without pieces", do="give a .model file")
-        self._add_bos = add_bos
+        self._add_bos, self.settings = add_bos, {"add_bos": add_bos}
         special = self._model.bos_id(), self._model.eos_id(), self._model.pad_id()
         bos, eos, pad = (i if i >= 0 else None for i in special)
         super().__init__(self._model.vocab_size(), eos, bos=bos, eos=eos, pad=pad)
@@ -219,12 +228,14 @@ class HuggingFaceTokenizer(FastTokenizer):
         with _told_by(file, "not a tokenizer file"):
             _refuse_cut_table(read_json(file))
             backend = tokenizers.Tokenizer.from_file(str(file))
-        settings = settings_of(beside := file.with_name("tokenizer_config.json"))
+        beside, older = (file.with_name(name) for name in SETTINGS_FILES)
+        settings = settings_of(beside)
         if "added_tokens_decoder" not in settings:  # of an old version, whose file of special tokens counts
-            settings |= settings_of(file.with_name("special_tokens_map.json"))
+            settings |= settings_of(older)
         with _told_by(beside, "not the settings of a tokenizer"):
             add_tokens(backend, settings, tokenizers.AddedToken)
         self.special_tokens = special_tokens(settings)
+        self.settings = {"special_tokens": self.special_tokens, "added_tokens": flags_of_added(backend)}
         ids = {name: backend.token_to_id(token) for name, token in self.special_tokens.items()}
         bos, eos, pad = (ids.get(name) for name in ("bos_token", "eos_token", "pad_token"))
         super().__init__(backend, file, special_in_text=True, bos=bos, eos=eos, pad=pad, eod=eos)
@@ -249,6 +260,7 @@ class GPT2BPETokenizer(FastTokenizer):
         eod = backend.token_to_id("<|endoftext|>")
         if eod is None:
             raise DataError.at(vocab, "has no <|endoftext|>", do="give GPT-2's vocab.json, or add that token")
+        self.settings = {"merges": merges.read_text(encoding="utf-8")}
         super().__init__(backend, vocab, special_in_text=False, bos=eod, eos=eod, eod=eod)
 
 
@@ -276,7 +288,7 @@ class BertWordPieceTokenizer(FastTokenizer):
         backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=lower_case)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         backend.decoder = tokenizers.decoders.WordPiece()
-        self.mask, self.pieces = pieces.get("[MASK]"), pieces
+        self.mask, self.pieces, self.settings = pieces.get("[MASK]"), pieces, {"lower_case": lower_case}
         bos, eos, pad = pieces["[CLS]"], pieces["[SEP]"], pieces["[PAD]"]
         super().__init__(backend, vocab, special_in_text=False, bos=bos, eos=eos, pad=pad, eod=eos)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from lightning_megatron.data.preprocessing.encode import Encoded, Encoder, Lines
-from lightning_megatron.data.preprocessing.textfiles import LineReader, Source
+from lightning_megatron.data.preprocessing.textfiles import LineReader, Source, is_compressed
 from lightning_megatron.errors import DataError
 from lightning_megatron.files.free_space import readable
 
@@ -49,18 +49,25 @@ def estimate(sources: Sequence[Source], encoder: Encoder, longest: int) -> Estim
     Raises:
         DataError: if a source cannot be read, or no line of the samples is a document.
     """
-    step = -(-len(sources) // _FILES)
-    chosen = [source for source in sources[::step] if source.size]
-    samples = [_sample(source, encoder, longest) for source in chosen]
+    alike: dict[str, list[Source]] = {}  # a byte of a compressed file stands for more text
+    for source in sources:
+        alike.setdefault(source.path.suffix if is_compressed(source.path) else "", []).append(source)
+    samples = [sample for group in alike.values() for sample in _samples(group, encoder, longest)]
     faults = [fault for encoded, _ in samples for fault in encoded.left_out.named]
     if faults and not any(encoded.documents for encoded, _ in samples):
         raise DataError(f"none of the first lines is a document: {faults[0]}")
-    scale = sum(source.size for source in sources) / max(1, sum(source.size for source in chosen))
 
     def whole(count: Callable[[Encoded], int]) -> int:
-        return round(scale * sum(longer * count(encoded) for encoded, longer in samples))
+        return round(sum(longer * count(encoded) for encoded, longer in samples))
 
     return Estimate(whole(lambda encoded: encoded.documents), whole(_tokens), whole(_bytes))
+
+
+def _samples(sources: Sequence[Source], encoder: Encoder, longest: int) -> list[tuple[Encoded, float]]:
+    """The first lines of some of these sources, and the factors by which all of them are longer."""
+    chosen = [source for source in sources[:: -(-len(sources) // _FILES)] if source.size]
+    scale = sum(source.size for source in sources) / max(1, sum(source.size for source in chosen))
+    return [(encoded, scale * longer) for encoded, longer in (_sample(source, encoder, longest) for source in chosen)]
 
 
 def _sample(source: Source, encoder: Encoder, longest: int) -> tuple[Encoded, float]:

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_megatron.data.indexed_writer import IndexedDatasetWriter
 from lightning_megatron.data.preprocessing.encode import EncodeOptions, Encoder, LeftOut, tasks
 from lightning_megatron.data.preprocessing.textfiles import LineReader, Source, is_compressed
+from lightning_megatron.data.special_tokens import SETTINGS_FILES
 from lightning_megatron.files.growing import written_at_once
 from lightning_megatron.files.small import read_object
 
@@ -182,10 +183,11 @@ def _identity(source: Source) -> list[Any]:
 
 
 def _tokenizer_files(options: EncodeOptions) -> list[list[Any]]:
-    """Sizes and times of the files of a tokenizer."""
+    """Sizes and times of the files of a tokenizer, settings beside its file among them."""
     spec = options.tokenizer
+    named = [Path(name) for name in (spec.path, spec.vocab_file, spec.merge_file) if name is not None]
     found: list[list[Any]] = []
-    for name in (spec.path, spec.vocab_file, spec.merge_file):
-        files = [] if name is None else sorted(Path(name).glob("*")) if Path(name).is_dir() else [Path(name)]
+    for path in named:
+        files = sorted(path.glob("*")) if path.is_dir() else [path, *map(path.with_name, SETTINGS_FILES)]
         found += [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
     return found

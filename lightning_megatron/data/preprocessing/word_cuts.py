@@ -5,7 +5,9 @@ tokenizer for each. That is right only if a tokenizer encodes the parts independ
 that split a text by one of a few published rules. For any other tokenizer there are no cuts.
 
 A text of ASCII characters is split by the rule itself. Which other characters are letters depends on the version of
-Unicode that a tokenizer was built with, so words with such characters are left whole, for the tokenizer to split.
+Unicode that a tokenizer was built with, so words with such characters are left whole, for the tokenizer to split. So
+are words with added tokens. A tokenizer looks for some of these in the normalized text: no cut is known then, unless
+they are of ASCII characters, which the known normalizers leave as they are but for their case.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class WordCuts:
 
     Attributes:
         pieces: rule for texts of plain characters.
-        added: added tokens, which the tokenizer matches in the text before it applies the rules.
+        added: added tokens, which the tokenizer matches in the text, or in the normalized text, before it applies the
+            rules.
         strange: rule for characters that are not plain.
         byte_level: true if the model reads the bytes of a piece, each written as one character.
         longest: most characters of plain text to split at once, if it has cuts; bounds memory.
@@ -70,7 +73,8 @@ class WordCuts:
         """The cuts of a tokenizer by its ``tokenizer.json``, or ``None`` if none are known."""
         pieces = _pieces(description)
         added = description.get("added_tokens") or []
-        if pieces is None or not all(_stands_alone(token) for token in added):
+        has_normalizer = bool(description.get("normalizer"))
+        if pieces is None or not all(_stands_alone(token, has_normalizer) for token in added):
             return None
         strange = _OTHER_THAN_PRINTABLE if pieces is _BERT else _OTHER_THAN_ASCII
         byte_level = pieces is not _BERT and _has_byte_level(description["pre_tokenizer"])
@@ -106,7 +110,8 @@ class WordCuts:
 
     @cached_property
     def _strange(self) -> re.Pattern[str]:
-        return re.compile("|".join([self.strange, *map(re.escape, self.added)]))
+        folded = "(?i:{})" if self.strange == _OTHER_THAN_PRINTABLE else "{}"  # BERT's normalizer may fold case
+        return re.compile("|".join([self.strange, *(folded.format(re.escape(token)) for token in self.added)]))
 
     @cached_property
     def _beginning(self) -> str:
@@ -170,7 +175,10 @@ def _has_byte_level(before: Mapping[str, Any]) -> bool:
     return any(part.get("type") == "ByteLevel" for part in before.get("pretokenizers", [before]))
 
 
-def _stands_alone(token: Mapping[str, Any]) -> bool:
-    """True if an added token absorbs none of the text around it."""
+def _stands_alone(token: Mapping[str, Any], has_normalizer: bool) -> bool:
+    """True if an added token absorbs none of the text around it, and is found in a text where it can be read there."""
     content, flags = token["content"], ("single_word", "lstrip", "rstrip")
-    return bool(content) and not any(c.isspace() for c in content) and not any(token.get(flag) for flag in flags)
+    if not content or any(c.isspace() for c in content) or any(token.get(flag) for flag in flags):
+        return False
+    is_printable = content.isascii() and content.isprintable()
+    return is_printable or not (has_normalizer and token.get("normalized", True))

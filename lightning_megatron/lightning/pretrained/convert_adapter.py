@@ -15,7 +15,7 @@ from lightning_megatron.adapters.low_rank import Matrices
 from lightning_megatron.adapters.merge import merged_weight
 from lightning_megatron.adapters.targets import EMBEDDING, HEAD, AdaptedLayer, adapted_layers
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
+from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, read_tensors
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS, read_settings
 from lightning_megatron.checkpoint.loading import open_checkpoint
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor, cast
@@ -130,6 +130,7 @@ def peft_to_checkpoint(source: PathLike, target: PathLike, *, base: PathLike, dt
     plan = _plan(config, lora, settings)
     rules = peft.adapter_map(plan, config, lora, _DEFAULT)
     tensors = peft.read_adapter(source, rules, peft.adapter_shapes(plan, config, lora, _DEFAULT))
+    peft.refuse_other_frozen(source, read_tensors(base))
     arguments = {"config": asdict(config), "lora": {_DEFAULT: lora.plain}}
     of_base = {ADAPTER_OF: base_of(base, ParallelMesh.single())}
     save_imported(target, tensors, arguments, source, settings, dtype, of_base)
@@ -187,7 +188,7 @@ def _base_tensors(opened: _Opened, source: PathLike, given: PathLike | None) -> 
             f" (weights {there['hash'][:12]})"
         )
     if is_hf_directory(path):
-        return open_hf(path)[1], read_settings(path)
+        return open_hf(path, is_base=True)[1], read_settings(path)
     base = open_checkpoint(path)
     return inside_model(base.tensors()), base.meta.get(SETTINGS) or {}
 

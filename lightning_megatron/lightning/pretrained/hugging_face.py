@@ -9,7 +9,13 @@ from typing import Any, TypeVar
 
 from lightning_megatron.checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.formats.hf import family_of_weights
-from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, is_hf_directory, read_config, read_tensors
+from lightning_megatron.checkpoint.formats.hf.directory import (
+    CONFIG,
+    is_hf_directory,
+    read_config,
+    read_tensors,
+    refuse_adapter,
+)
 from lightning_megatron.checkpoint.formats.hf.settings import SETTINGS
 from lightning_megatron.checkpoint.formats.hf.tensors import weight_map
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
@@ -73,13 +79,19 @@ def hf_module_class(path: PathLike, parent: type[ModuleT]) -> type[ModuleT]:
     return chosen
 
 
-def open_hf(path: PathLike) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
+def open_hf(path: PathLike, *, is_base: bool = False) -> tuple[TransformerConfig, dict[str, LazyTensor]]:
     """The configuration of a directory, and all tensors of its model by our names.
 
+    Args:
+        path: the directory.
+        is_base: True if an adapter is given for its weights, so that one in the directory does not count.
+
     Raises:
-        CheckpointError: naming files and tensors at fault.
+        CheckpointError: naming files and tensors at fault, or an adapter beside the weights.
         ConfigError: naming every value that our model cannot reproduce.
     """
+    if not is_base:
+        refuse_adapter(path)
     family, config = _family_and_config(path)
     tensors = read_tensors(path)
     _refuse_unfilled(path, config, tensors)
@@ -105,7 +117,13 @@ def hf_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
 
 
 def weight_problems(path: PathLike, config: TransformerConfig) -> list[Problem]:
-    """Reasons why the weights of a Hugging Face directory or an open checkpoint do not fit; none for any other path."""
+    """Reasons why the weights of a Hugging Face directory or an open checkpoint do not fit; none for any other path.
+
+    Raises:
+        CheckpointError: for a Hugging Face directory that has an adapter beside its weights.
+    """
+    if not isinstance(path, OpenCheckpoint):
+        refuse_adapter(path)
     found = hf_problems(path, config) if is_hf_directory(path) else []
     return found + (checkpoint_problems(path, config) if isinstance(path, OpenCheckpoint) and path.manifest else [])
 

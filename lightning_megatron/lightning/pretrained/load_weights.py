@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.checkpoint import Check, Loaded, local_tensors, model_state, open_checkpoint, refuse_nonfinite
+from lightning_megatron.checkpoint.formats.hf.directory import refuse_adapter
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.lightning.pretrained.adapter_base import base_is_loaded, is_base, refuse_other_base, wanted
 from lightning_megatron.lightning.pretrained.config_check import check_checkpoint
@@ -47,7 +48,12 @@ class PendingWeights:
         checkpoint: dict[str, Any] | None = None,
         base: str | os.PathLike[str] | None = None,
     ) -> PendingWeights:
-        """The weights at a path; paths are made absolute now."""
+        """The weights at a path; paths are made absolute now.
+
+        Raises:
+            CheckpointError: for a Hugging Face directory that has an adapter beside its weights.
+        """
+        refuse_adapter(path)
         return cls(Path(path).absolute(), strict, checkpoint, None if base is None else Path(base).absolute())
 
     def fill(self, module: LightningModule, mesh: ParallelMesh, check: Check = "hashes") -> None:

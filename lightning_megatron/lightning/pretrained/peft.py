@@ -7,16 +7,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.adapters.lora import LoRA
 from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer, Part
 from lightning_megatron.checkpoint import CheckpointError
 from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
-from lightning_megatron.checkpoint.formats.hf.directory import read_json_object
+from lightning_megatron.checkpoint.formats.hf.directory import ADAPTER, read_json_object
 from lightning_megatron.checkpoint.formats.hf.tensors import row_rule
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same, stacked, transposed
@@ -28,10 +30,10 @@ from lightning_megatron.files.writing import writing
 from lightning_megatron.lightning.pretrained.convert import refuse_existing
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER, "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FROZEN = r"(base_layer|embed_tokens|lm_head|wte|word_embeddings)\.weight$"
-"""PEFT copies the frozen weights of embeddings that have adapters."""
+"""PEFT copies the frozen weights of embeddings that have adapters, and loads the copies over the base's."""
 
 _NEEDED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -185,6 +187,40 @@ def read_adapter(path: str | os.PathLike[str], rules: WeightMap, shapes: _Shapes
     suffix = "_magnitude_vector"  # older versions of PEFT append a word
     foreign = {name.replace(f"{suffix}.weight", suffix): tensor for name, tensor in read_lazily(file).items()}
     return rules.to_native(foreign, shapes)
+
+
+def refuse_other_frozen(path: str | os.PathLike[str], base: Mapping[str, LazyTensor]) -> None:
+    """Refuse copies of frozen weights that are not those of the base, such as of a larger vocabulary.
+
+    Args:
+        path: directory of PEFT's.
+        base: tensors of the base model's directory by their names.
+
+    Raises:
+        CheckpointError: naming every copy with other values.
+    """
+    file = Path(path) / WEIGHTS
+    copies = {name: copy for name, copy in read_lazily(file).items() if re.search(_FROZEN, name)}
+    if other := [name for name, copy in copies.items() if not any(map(partial(_same, copy), _frozen(name, base)))]:
+        told = ", ".join(f"{name} {copies[name].shape}" for name in other)
+        raise CheckpointError(
+            f"{file}: PEFT loads {told} over the base's weights, which are others, and nothing here does"
+        )
+
+
+def _frozen(name: str, base: Mapping[str, LazyTensor]) -> list[LazyTensor]:
+    """Tensors of the base that a copy may be of; an output layer without a tensor is tied to the embedding."""
+    plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    named = [tensor for there, tensor in base.items() if plain.endswith(there) or there.endswith(plain)]
+    return named or [tensor for there, tensor in base.items() if re.search(_FROZEN, there)]
+
+
+def _same(copy: LazyTensor, tensor: LazyTensor) -> bool:
+    """True if two tensors are equal, or one is the other in another dtype."""
+    if copy.shape != tensor.shape:
+        return False
+    a, b = copy.materialize(), tensor.materialize()
+    return bool(torch.equal(a.to(b.dtype), b) or torch.equal(a, b.to(a.dtype)))
 
 
 def write_adapter(path: str | os.PathLike[str], settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

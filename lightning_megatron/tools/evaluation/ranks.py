@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatron.checkpoint import CheckpointError, open_checkpoint
-from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory
+from lightning_megatron.checkpoint.formats.hf.directory import is_hf_directory, refuse_adapter
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.device import best_available
@@ -197,8 +197,9 @@ def decoder_arguments(checkpoint: PathLike) -> dict[str, Any]:
 
     Raises:
         ConfigError: if its model is no decoder.
-        CheckpointError: if there is none, it is damaged, does not hold them, or holds adapters alone.
+        CheckpointError: if there is none, it is damaged, does not hold them, holds adapters alone or has one beside it.
     """
+    refuse_adapter(checkpoint)
     of_hf = is_hf_directory(checkpoint)
     given = {"config": hf_config(checkpoint)} if of_hf else module_arguments(checkpoint)
     if not of_hf and ADAPTER_OF in open_checkpoint(checkpoint, check="sizes").meta:

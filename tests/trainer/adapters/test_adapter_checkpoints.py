@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from lightning_megatron.lightning.pretrained.adapter_base import ADAPTER_OF, bas
 from lightning_megatron.lightning.pretrained.convert import checkpoint_to_hf
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.testing.trainer import Recorder, quiet_trainer
+from lightning_megatron.tools.cli.inference import report
+from lightning_megatron.tools.cli.main import main as command_line
 from lightning_megatron.tools.evaluation.ranks import check_decoder
 from tests.families import TINY, VOCABULARY, hf_model
 from tests.tiny import tiny_llama
@@ -159,11 +162,55 @@ def test_a_module_without_adapters_or_without_a_base_is_told(hf, tmp_path):
         checkpoint_to_hf(tmp_path / "a.ckpt", tmp_path / "out")
 
 
-def test_an_evaluation_of_adapters_alone_is_refused_before_a_process_starts(hf, tmp_path):
-    fit(first_adapter(hf), 1, tmp_path / "a.ckpt")
+@pytest.mark.parametrize("form", [{}, {"save_distributed_checkpoint": False}], ids=["directory", "file"])
+def test_an_evaluation_of_adapters_alone_is_refused_before_a_process_starts(hf, tmp_path, form, monkeypatch, capfd):
+    monkeypatch.setattr(report, "on_ranks", lambda *_: pytest.fail("processes are started"))
+    fit(first_adapter(hf), 1, tmp_path / "a.ckpt", layout=form)
     with pytest.raises(CheckpointError, match=r"a\.ckpt holds adapters alone: merge them first with .*convert merge"):
         check_decoder(tmp_path / "a.ckpt")
+    assert evaluated(tmp_path / "a.ckpt", tmp_path, "--tp", "2") == 2
+    said = capfd.readouterr().err
+    assert "a.ckpt holds adapters alone: merge them first with `lightning-megatron convert merge`" in said
+    assert "Traceback" not in said
     assert check_decoder(hf) is not None
+
+
+def evaluated(checkpoint: Path, folder: Path, *words: str) -> int:
+    """Exit status of the command, on a file of token ids as texts."""
+    texts = [" ".join(map(str, sample["tokens"].tolist())) for sample in samples(4)]
+    (folder / "ids.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    line = [
+        "evaluate",
+        "--checkpoint",
+        str(checkpoint),
+        "--input",
+        str(folder / "ids.jsonl"),
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    line += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1)]
+    return command_line([*line, *words])
+
+
+@pytest.mark.slow
+def test_a_merged_adapter_has_the_loss_of_pefts_merged_model(hf, tmp_path, capsys):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    module = first_adapter(hf)
+    fit(module, 3, tmp_path / "a.ckpt")
+    for words in (["ckpt-to-peft", "a.ckpt", "peft"], ["merge", "a.ckpt", "merged.ckpt"]):
+        assert command_line(["convert", words[0], *(str(tmp_path / word) for word in words[1:])]) == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    peft.PeftModel.from_pretrained(base, tmp_path / "peft").merge_and_unload().save_pretrained(tmp_path / "theirs")
+    capsys.readouterr()
+    found = []
+    for path in ("merged.ckpt", "theirs", "hf"):
+        assert evaluated(tmp_path / path, tmp_path) == 0
+        out = capsys.readouterr().out
+        found.append(json.loads(out[out.index("{") :])["files"])
+    ours, theirs, without = ([number for each in file.values() for number in each.values()] for file in found)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours != pytest.approx(without, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["training_args.bin", "pytorch_model.bin", "consolidated.safetensors"])

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from lightning_megatron import ConfigError, GPTModule, LoRA
+from lightning_megatron import ConfigError, GPTModule, LoRA, MegatronStrategy
+from lightning_megatron.checkpoint import CheckpointError
+from lightning_megatron.lightning.pretrained.convert import hf_to_checkpoint
 from lightning_megatron.lightning.pretrained.convert_adapter import merge_adapter, peft_to_checkpoint
 from lightning_megatron.lightning.pretrained.peft import read_peft_settings
+from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.tools.cli.convert import convert_command
+from lightning_megatron.tools.evaluation.ranks import check_decoder
 from tests.families import TINY, VOCABULARY, hf_model
 from tests.lora import DORA, LLAMA, MIXTRAL, Case, Kind, make, peft_model
 
@@ -124,6 +131,104 @@ def test_a_file_with_other_tensors_is_refused_by_name(tmp_path):
         peft_to_checkpoint(case.peft, tmp_path / "x.ckpt", base=case.hf)
 
 
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A model with an adapter in its own folder, as ``save_pretrained`` of both writes them."""
+    case = make(Kind("llama", ("q_proj", "down_proj")), tmp_path_factory.mktemp("beside"))
+    for file in case.peft.iterdir():
+        (case.hf / file.name).write_bytes(file.read_bytes())
+    return case
+
+
+def further(held: dict[str, torch.Tensor]) -> None:
+    held["base_model.model.lm_head.weight"] = torch.zeros(VOCABULARY, 32)  # of modules_to_save
+
+
+def of_a_vector(held: dict[str, torch.Tensor]) -> None:
+    held["base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"] = torch.ones(32)
+
+
+def of_a_bias(held: dict[str, torch.Tensor]) -> None:
+    held["base_model.model.model.layers.1.self_attn.q_proj.lora_B.bias"] = torch.ones(32)
+
+
+def of_another_layer(held: dict[str, torch.Tensor]) -> None:
+    held["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 32)
+
+
+def of_another_rank(held: dict[str, torch.Tensor]) -> None:
+    held["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"] = torch.zeros(3, 32)
+
+
+WRONG = {
+    further: r"lm_head\.weight",
+    of_a_vector: r"layers\.0\.self_attn\.q_proj\.lora_magnitude_vector",
+    of_a_bias: r"layers\.1\.self_attn\.q_proj\.lora_B\.bias",
+    of_another_layer: r"layers\.0\.mlp\.up_proj\.lora_A\.weight",
+    of_another_rank: r"(?s)layers\.1\.self_attn\.q_proj\.lora_A\.weight.*3, 32",
+}
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: change.__name__)
+def test_a_tensor_that_nothing_reads_is_refused_by_name_and_nothing_is_written(beside, tmp_path, change):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(beside.peft, tmp_path / "peft")
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    held = load_file(file)
+    change(held)
+    save_file(held, file)
+    with pytest.raises((ConfigError, CheckpointError), match=WRONG[change]):
+        peft_to_checkpoint(tmp_path / "peft", tmp_path / "x.ckpt", base=beside.hf)
+    assert [path.name for path in tmp_path.iterdir()] == ["peft"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_frozen_weights_are_those_of_the_base(beside, tmp_path, dtype):
+    """PEFT writes them beside adapters of embeddings, in the dtype that the base was loaded in."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(beside.peft, tmp_path / "peft")
+    file, whole = tmp_path / "peft" / "adapter_model.safetensors", load_file(beside.hf / "model.safetensors")
+    copies = {
+        f"base_model.model.{name}": whole[name].to(dtype) for name in ("lm_head.weight", "model.embed_tokens.weight")
+    }
+    save_file(load_file(file) | copies, file)
+    peft_to_checkpoint(tmp_path / "peft", tmp_path / "a.ckpt", base=beside.hf)
+    peft_to_checkpoint(beside.peft, tmp_path / "b.ckpt", base=beside.hf)
+    assert torch.equal(logits(tmp_path / "a.ckpt"), logits(tmp_path / "b.ckpt"))
+
+
+@pytest.mark.parametrize("begun", ["corda", "loftq", "lora_ga", "mica"])
+def test_a_beginning_that_changes_the_base_or_is_unknown_is_refused_by_name(beside, tmp_path, begun):
+    """CorDA, LoftQ and LoRA-GA replace base weights by what is left of them, which no file of the base has."""
+    shutil.copytree(beside.peft, tmp_path / "peft")
+    file = tmp_path / "peft" / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"init_lora_weights": begun, f"{begun}_config": {"x": 1}}
+    file.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=f"init_lora_weights='{begun}': .*adapter_config.json: adapters here do not"):
+        peft_to_checkpoint(tmp_path / "peft", tmp_path / "x.ckpt", base=beside.hf)
+    assert [path.name for path in tmp_path.iterdir()] == ["peft"]
+
+
+def test_an_adapter_that_began_with_eva_computes_what_peft_computes(beside, tmp_path):
+    """EVA only chooses the first values of A: the base weights stay, and PEFT loads the file as any other."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(beside.peft, tmp_path / "peft")
+    shutil.copytree(beside.hf, tmp_path / "hf")
+    (tmp_path / "hf" / "adapter_config.json").unlink()
+    file = tmp_path / "peft" / "adapter_config.json"
+    eva = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | eva))
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+        theirs = PeftModel.from_pretrained(base, tmp_path / "peft").eval()(tokens()).logits
+    peft_to_checkpoint(tmp_path / "peft", tmp_path / "a.ckpt", base=tmp_path / "hf")
+    torch.testing.assert_close(logits(tmp_path / "a.ckpt"), theirs, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("begun", [True, "gaussian", "orthogonal", "pissa", "pissa_niter_4", "olora", "rslora"])
 def test_an_adapter_computes_what_peft_computes_however_it_began_or_is_refused_by_name(tmp_path, begun):
     """PiSSA and OLoRA change the base weights whenever PEFT loads them."""
@@ -144,6 +249,47 @@ def test_an_adapter_computes_what_peft_computes_however_it_began_or_is_refused_b
         return
     peft_to_checkpoint(tmp_path / "peft", tmp_path / "a.ckpt", base=tmp_path / "hf")
     torch.testing.assert_close(logits(tmp_path / "a.ckpt"), model.eval()(tokens()).logits.detach())
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "from_hf": GPTModule.from_hf,
+    "from_hf, adapted": lambda folder: GPTModule.from_hf(folder, lora=LLAMA.lora),
+    "load_hf": lambda folder: GPTModule.from_hf(folder, weights=False).load_hf(folder),
+    "load_weights": lambda folder: GPTModule.from_hf(folder, weights=False).load_weights(folder),
+    "ckpt_path": lambda folder: quiet_trainer(MegatronStrategy(), max_steps=1).fit(
+        GPTModule.from_hf(folder, weights=False),
+        DataLoader([{"tokens": row, "labels": row} for row in tokens()]),
+        ckpt_path=str(folder),
+    ),
+    "hf-to-ckpt": lambda folder: hf_to_checkpoint(folder, folder.with_name("whole.ckpt")),
+    "evaluate": check_decoder,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_an_adapter_beside_the_weights_of_a_model_is_refused_by_every_reader(beside, reader):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: transformers adds .*convert merge ADAPTER"):
+        READERS[reader](beside.hf)
+    assert not (beside.folder / "whole.ckpt").exists()
+
+
+def test_the_commands_that_the_refusal_names_make_what_transformers_loads(beside, tmp_path):
+    """Transformers loads a folder of both with the adapter; without the file it loads the weights alone."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(beside.hf).eval()(tokens()).logits
+    adapter, whole = str(tmp_path / "a.ckpt"), str(tmp_path / "whole.ckpt")
+    assert convert_command(["peft-to-ckpt", str(beside.hf), adapter, "--base", str(beside.hf)]) == 0
+    torch.testing.assert_close(logits(adapter), theirs, atol=2e-5, rtol=1e-4)
+    assert convert_command(["merge", adapter, whole]) == 0
+    torch.testing.assert_close(logits(whole), theirs, atol=2e-5, rtol=1e-4)
+    alone = shutil.copytree(beside.hf, tmp_path / "alone")
+    (alone / "adapter_config.json").unlink()
+    with torch.no_grad():
+        without = AutoModelForCausalLM.from_pretrained(alone).eval()(tokens()).logits
+        torch.testing.assert_close(GPTModule.from_hf(alone).eval()(tokens()), without, atol=2e-5, rtol=1e-4)
+    assert float((theirs - without).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize("entry", ["kasa_config", "arrow_config", "use_bdlora", "of_tomorrow"])

@@ -52,7 +52,7 @@ def fitted(prefix: str, folder: Path, *callbacks: Callback, ckpt_path: Any = Non
         prefix, 16, split="1", cache_dir=folder, global_batch_size=8, rampup_batch_size=(4, 4, 10), train_samples=36
     )
     trainer = quiet_trainer(
-        MegatronStrategy(micro_batch_size=4, **options.pop("layout", {})),
+        MegatronStrategy(**{"micro_batch_size": 4, **options.pop("layout", {})}),
         callbacks=list(callbacks),
         limit_val_batches=0,
         gradient_clip_val=1.0,
@@ -185,6 +185,66 @@ def test_counts_go_on_from_a_checkpoint(prefix: str, tmp_path: Path, capsys: pyt
         assert recorder.series("consumed-samples") == [28, 36]
         unknown = 0 if kept else 20  # samples whose tokens nobody has counted
         assert recorder.series("consumed-tokens") == [16 * (28 - unknown), 16 * (36 - unknown)]
+
+
+class StopsAt(Callback):
+    """Saves at a step and ends the run there."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def restarted_twice(prefix: str, folder: str, begun: int = 0, **options: Any) -> list[tuple[float, float]]:
+    """Samples and tokens after each step of three runs, each from the checkpoint of the one before."""
+    recorder, before, log = Recorder(), None, MegatronLog()
+    log.load_state_dict({"samples": begun, "tokens": 16 * begun})
+    for step in (2, 4, 9):
+        path = Path(folder) / f"{step}.ckpt"
+        kept = [StopsAt(step, path)]
+        if begun and before is None:
+            kept.append(Begins(log))
+        fitted(prefix, Path(folder), log, *kept, ckpt_path=before, logger=recorder, **options)
+        before, log = path, MegatronLog()
+    return list(zip(recorder.series("consumed-samples"), recorder.series("consumed-tokens"), strict=True))
+
+
+class Begins(Callback):
+    """Sets the counts of the log behind its first hooks, as those of a long run."""
+
+    def __init__(self, log: MegatronLog) -> None:
+        self.counts, self.state = log, log.state_dict()
+
+    def on_train_start(self, *args: Any) -> None:
+        self.counts.load_state_dict(self.state)
+
+
+RAMP = [4, 8, 12, 20, 28, 36]
+
+
+def test_counts_go_on_over_two_restarts_in_the_ramp_and_behind_it(prefix: str, tmp_path: Path) -> None:
+    assert restarted_twice(prefix, str(tmp_path)) == [(samples, 16 * samples) for samples in RAMP]
+
+
+def test_counts_beyond_what_16_and_32_bits_hold_are_exact(prefix: str, tmp_path: Path) -> None:
+    """In a run in bf16-mixed: a float32 has no odd number beyond 2**24."""
+    begun = 2**31 + 1
+    found = restarted_twice(prefix, str(tmp_path), begun, precision="bf16-mixed")
+    assert found == [(begun + samples, 16 * (begun + samples)) for samples in RAMP]
+
+
+@pytest.mark.slow
+def test_replicas_count_what_one_process_counts_over_two_restarts(ranks: Any, prefix: str, tmp_path: Path) -> None:
+    for found in ranks(2, restarted_on_two, prefix, str(tmp_path)):
+        assert found in ([], [(samples, 16 * samples) for samples in RAMP])
+
+
+def restarted_on_two(prefix: str, folder: str) -> list[tuple[float, float]]:
+    return restarted_twice(prefix, folder, layout={"micro_batch_size": 2})
 
 
 def test_ranks_that_share_a_model_have_the_losses_of_one(ranks, prefix, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_megatron import BertDataModule, BertModule, ConfigError, MegatronStrategy
+from lightning_megatron import (
+    BertDataModule,
+    BertModule,
+    ConfigError,
+    MegatronDataModule,
+    MegatronStrategy,
+    T5DataModule,
+)
 from lightning_megatron.testing.trainer import quiet_trainer
 from lightning_megatron.tools.cli.main import main
 
@@ -96,3 +104,45 @@ def test_the_fingerprint_has_what_samples_depend_on(corpus: Path) -> None:
     for change in ({"masking_probability": 0.2}, {"max_ngram": 1}, {"whole_words": False}, {"short_probability": 0.0}):
         assert data_module(corpus, **change).fingerprint != usual
     assert data_module(corpus, train_samples=7).fingerprint == usual
+
+
+class OfAUser(BertDataModule):
+    """One that fixes an argument, and so has no ``val_data_path``."""
+
+    def __init__(self, data_path: Any, vocab_file: Path, split: str = "1", **options: Any) -> None:
+        super().__init__(data_path, 48, train_samples=9, vocab_file=vocab_file, split=split, **options)
+
+
+MODULES = {
+    "plain": lambda path, vocab, **given: MegatronDataModule(path, 16, **given),
+    "BERT": lambda path, vocab, **given: BertDataModule(path, 48, vocab_file=vocab, **given),
+    "T5": lambda path, vocab, **given: T5DataModule(
+        path, 48, decoder_seq_length=32, vocab_file=vocab, tokenizer_type="BertWordPieceLowerCase", extra_ids=4, **given
+    ),
+    "a user's": lambda path, vocab, **given: OfAUser(path, vocab, **given),
+}
+
+
+def arguments_of(kind: type) -> set[str]:
+    """Names that a class takes, those of its parent where it passes on what it does not name."""
+    own = inspect.signature(kind.__init__).parameters.values()  # type: ignore[misc]
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in own)
+    return {each.name for each in own} | (arguments_of(kind.__mro__[1]) if passes_on else set())
+
+
+@pytest.mark.parametrize(("split", "empty"), [(None, "test_samples"), ("1", None), ("999,1", "val_samples")], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_warnings_name_arguments_that_the_class_has(
+    corpus: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder, name: str, split: str | None, empty: str | None
+) -> None:
+    """Of every data module of token files, with its defaults and with a share of no sample."""
+    options: dict[str, Any] = {} if split is None else {"split": split}
+    options |= {} if name == "a user's" else {"train_samples": 9}
+    data = MODULES[name](corpus / "corpus_text_sentence", corpus / "vocab.txt", cache_dir=tmp_path, **options)
+    for stage in ("fit", "validate", "test"):
+        data.setup(stage)
+    said = [str(warning.message) for warning in recwarn if "no sample" in str(warning.message)]
+    if name == "a user's" and split is None:
+        empty = None  # its own default is "1"
+    assert [text.rpartition(" for ")[2] for text in said] == [empty] * (empty is not None)
+    assert empty is None or {empty, "split"} <= arguments_of(type(data))

@@ -134,8 +134,11 @@ def test_the_mean_over_tokens_is_the_default_with_chats(corpus):
     assert by_default != sample
 
 
-def test_nothing_is_said_about_a_split_which_chats_do_not_have(corpus, recwarn):
+@pytest.mark.parametrize("validation", [{}, {"val_share": 0.1}, {"val_files": True}], ids=str)
+def test_nothing_is_said_about_a_split_which_chats_do_not_have(corpus, recwarn, validation):
     files, tokenizer = corpus
-    data = ChatDataModule(files, tokenizer, LENGTH, chat_template="chatml")
-    data.setup("fit")
-    assert not [str(warning.message) for warning in recwarn if "split" in str(warning.message)]
+    given = {name: files if value is True else value for name, value in validation.items()}
+    data = ChatDataModule(files, tokenizer, LENGTH, chat_template="chatml", **given)
+    for stage in ("fit", "validate", "test"):
+        data.setup(stage)
+    assert not [text for each in recwarn if "split" in (text := str(each.message)) or "_samples" in text]

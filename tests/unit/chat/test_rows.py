@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from chats import chat, make_tokenizer, write_lines
 
 from lightning_megatron import ChatDataModule, ConfigError
-from lightning_megatron.data import PackedChats
+from lightning_megatron.data import PackedChats, fingerprint_problems
 from lightning_megatron.data.chat import encoded
 
 
@@ -135,6 +136,54 @@ def test_tokens_and_rows_are_made_once_and_again_only_where_something_changed(
     moved = tmp_path / "elsewhere"
     rows_of(tokenizer, file, cache_dir=moved)
     assert len(list(moved.glob("*chats-tokens.npy"))) == 1
+
+
+def rewrite(file: Path, **entries: Any) -> None:
+    held = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps({**held, **entries}))
+
+
+def flagged(content: str, **flags: bool) -> dict[str, Any]:
+    usual = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}
+    return {"content": content, **usual, **flags}
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a flag": lambda folder: rewrite(
+        folder / "tokenizer_config.json", added_tokens_decoder={"900": flagged("dog", lstrip=True)}
+    ),
+    "a name of the template": lambda folder: rewrite(folder / "tokenizer_config.json", bos_token="<|im_start|>"),
+    "the older file": lambda folder: rewrite(
+        folder / "special_tokens_map.json", additional_special_tokens=[flagged("fox", rstrip=True)]
+    ),
+    "the vocabulary": lambda folder: rewrite(folder / "tokenizer.json", normalizer={"type": "Lowercase"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rows_in_a_cache_are_those_of_a_fresh_one_when_the_tokenizer_has_changed(tmp_path: Path, change: str):
+    """The tokenizer before the change has a word of its own, and every change shows in the tokens of a row."""
+    folder = make_tokenizer(tmp_path / "tokenizer")
+    settings, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    content = json.loads(settings.read_text())
+    content.pop("added_tokens_decoder", None)
+    settings.write_text(json.dumps(content))
+    rewrite(older, additional_special_tokens=[flagged("fox")])
+    if change != "the older file":
+        rewrite(settings, added_tokens_decoder={"900": flagged("dog")})
+    template = (
+        "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' %}{% generation %}{{ bos_token + m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    file = write_lines(tmp_path / "chats.jsonl", [chat("The dog  and the fox  run", "a dog , a fox too")])
+    options: dict[str, Any] = {"chat_template": template, "cache_dir": tmp_path / "cache"}
+    before, saved = rows_of(folder, file, **options), ChatDataModule(file, folder, 96, **options).fingerprint
+    CHANGES[change](folder)
+    now = rows_of(folder, file, **options)
+    fresh = rows_of(folder, file, **{**options, "cache_dir": tmp_path / "fresh"})
+    assert not torch.equal(fresh[0]["tokens"], before[0]["tokens"])
+    assert torch.equal(now[0]["tokens"], fresh[0]["tokens"])
+    assert fingerprint_problems(saved, ChatDataModule(file, folder, 96, **options).fingerprint)
 
 
 def test_a_compressed_file_gives_the_same_rows(tmp_path: Path, tokenizer: Path):

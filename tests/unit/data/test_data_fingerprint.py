@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from lightning_megatron.data import (
     IndexedDatasetWriter,
+    Tokenizer,
     build_tokenizer,
     data_fingerprint,
     fingerprint,
@@ -102,6 +104,50 @@ def test_tokenizers_are_told_apart_by_their_files(tmp_path):
         "data.vocab_size",
         "data.eod",
     ]
+
+
+@pytest.mark.parametrize("kind", ["case", "merges", "begin token"])
+def test_settings_that_change_tokens_tell_tokenizers_apart(tmp_path, kind):
+    """Beside the vocabulary's file, which is the same, and whatever older fingerprints say of them."""
+    pytest.importorskip("tokenizers")
+    file, first, second = FOLDERS[kind](tmp_path)
+    texts = ("Abba ab", "abab")
+    assert [first.encode(text) for text in texts] != [second.encode(text) for text in texts]
+    saved, now = tokenizer_fingerprint(first, file), tokenizer_fingerprint(second, file)
+    assert differs(saved, now) == ["data.settings"]
+    assert differs({name: value for name, value in saved.items() if name != "settings"}, saved) == []
+
+
+def cased(folder: Path) -> tuple[Path, Tokenizer, Tokenizer]:
+    file = folder / "vocab.txt"
+    file.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "abba", "Abba", "ab", "abab"]))
+    return file, build_tokenizer("BertWordPieceCase", file), build_tokenizer("BertWordPieceLowerCase", file)
+
+
+def merged(folder: Path) -> tuple[Path, Tokenizer, Tokenizer]:
+    pieces = ["<|endoftext|>", "A", "a", "b", "\u0120", "ab", "ba"]
+    (folder / "vocab.json").write_text(json.dumps({piece: number for number, piece in enumerate(pieces)}))
+    for name, merge in (("one.txt", "a b"), ("two.txt", "b a")):
+        (folder / name).write_text(f"#version: 0.2\n{merge}\n")
+    file = folder / "vocab.json"
+    made = (
+        build_tokenizer("GPT2BPETokenizer", vocab_file=file, merge_file=folder / name)
+        for name in ("one.txt", "two.txt")
+    )
+    return file, *made
+
+
+def begun(folder: Path) -> tuple[Path, Tokenizer, Tokenizer]:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with (folder / "tokenizer.model").open("wb") as stream:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["ab Abba abab"] * 20), model_writer=stream, vocab_size=8, minloglevel=2
+        )
+    file = folder / "tokenizer.model"
+    return file, build_tokenizer("GPTSentencePieceTokenizer", file), build_tokenizer("Llama2Tokenizer", file)
+
+
+FOLDERS = {"case": cased, "merges": merged, "begin token": begun}
 
 
 def test_what_only_one_side_knows_is_no_difference():

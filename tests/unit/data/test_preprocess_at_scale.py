@@ -115,6 +115,26 @@ def test_what_another_run_has_left_is_not_taken(tmp_path: Path) -> None:
         assert not list(folder.folder.glob("part-*"))
 
 
+@pytest.mark.parametrize("named", ["tokenizer.json", ""], ids=["the file", "its folder"])
+@pytest.mark.parametrize("changed", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_parts_of_a_tokenizer_with_other_settings_are_not_taken(tmp_path: Path, named: str, changed: str) -> None:
+    folder, source = tmp_path / "tokenizer", write(tmp_path / "corpus.jsonl", LINES)
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    options = parts.EncodeOptions(TokenizerSpec("HuggingFaceTokenizer", str(folder / named)))
+
+    def goes_on() -> bool:
+        made = parts.PartsFolder(tmp_path / "out.parts", cut([source], 3), options)
+        found = made.prepare()
+        made.parts[0].marker.write_text("{}")
+        return found
+
+    (tmp_path / "out.parts").mkdir()
+    assert [goes_on(), goes_on()] == [False, True]
+    (folder / changed).write_text('{"other": 1}')
+    assert [goes_on(), goes_on()] == [False, True]
+
+
 def test_two_runs_do_not_write_the_same_parts(tmp_path: Path) -> None:
     source = write(tmp_path / "corpus.jsonl", LINES)
     (tmp_path / "out.parts").mkdir()
@@ -180,6 +200,24 @@ def test_an_estimate_from_some_files_is_of_all(tmp_path: Path, files: int) -> No
     encoder = Encoder(EncodeOptions(IDS, ("text",)))
     expected = estimate(sources, encoder, 1 << 20)
     assert (expected.documents, expected.tokens) == (10 * files, sum(range(10)) * files)
+
+
+@pytest.mark.parametrize("packed", [(), (3,), (4,), (0, 5, 9), tuple(range(10))], ids=str)
+@pytest.mark.parametrize("keys", [("text",), ("text", "title")], ids=str)
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "unequal"])
+def test_bytes_of_an_estimate_are_those_of_the_pairs(tmp_path: Path, packed: Any, keys: Any, equal: bool) -> None:
+    """Ten files, some of them compressed; beside its documents a pair has 42 bytes."""
+    same = [LINES[39], LINES[38], LINES[37]]
+    files = [write(tmp_path / f"{n}.jsonl", same * (20 if equal else 5 * (n + 1))) for n in range(10)]
+    for number in packed:
+        with gzip.open(f"{files[number]}.gz", "wb") as stream:
+            stream.write(files[number].read_bytes())
+        files[number] = Path(f"{files[number]}.gz")
+    expected = estimate([Source(file) for file in files], Encoder(EncodeOptions(IDS, keys)), 1 << 20)
+    preprocess(files, tmp_path / "out", IDS, json_keys=keys, log=lambda line: None)
+    written = sum(path.stat().st_size for path in tmp_path.glob("out_*") if path.suffix in (".bin", ".idx"))
+    rel = 0.1 if len(packed) == 10 and not equal else 0.05  # a short file is compressed less than a long one
+    assert expected.size == pytest.approx(written, rel=rel)
 
 
 def test_the_estimate_and_the_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.data import Tokenizer, build_tokenizer
@@ -104,6 +104,66 @@ WORDS = st.lists(
 @given(text=HARD | WORDS | st.text() | st.text(st.characters(max_codepoint=127)))
 def test_remembered_words_give_the_tokens_of_the_text(kind: str, text: str) -> None:
     same(kind, text)
+
+
+@cache
+def trained(kind: str) -> str:
+    return str(backend_of(kind).to_str())
+
+
+NORMALIZERS: dict[str, tuple[str, Any]] = {
+    "uncased": ("bert", lambda of: of.BertNormalizer()),
+    "cased": ("bert", lambda of: of.BertNormalizer(lowercase=False, strip_accents=True)),
+    "BERT without one": ("bert", lambda of: None),
+    "NFC": ("qwen2", lambda of: of.NFC()),
+    "NFD": ("qwen2", lambda of: of.NFD()),
+    "bytes without one": ("llama3", lambda of: None),
+}
+ADDED = ("c++", "Well-Known", "F#", "caf\u00e9", "cafe", "e\u0301t\u00e9", "\u212a", "\u037e", "\u4e2d", "a\u0300\x01b")
+AROUND = st.lists(
+    st.sampled_from(
+        [*ADDED, "C++", "well-known", "xF#y", "cafe\u0301", "CAFE", "\u00e9te\u0301", "k", "K", ";", "\u4e2d\u6587"]
+    )
+    | st.sampled_from([*" ,.", "like", "\n", "\u200b", "\u0301", "\u00a0", "\x01", "a\u0300b", "\u00e0b"])
+)
+
+
+@cache
+def with_added(name: str, token: str, normalized: bool) -> tuple[Tokenizer, TokenBytes]:
+    """A tokenizer with one token that was added to the trained ones, and the maker of bytes."""
+    import tempfile
+
+    kind, normalizer = NORMALIZERS[name]
+    made = tokenizers.Tokenizer.from_str(trained(kind))
+    made.normalizer = normalizer(tokenizers.normalizers)
+    made.add_tokens([tokenizers.AddedToken(token, normalized=normalized)])
+    with tempfile.TemporaryDirectory() as folder:
+        made.save(f"{folder}/tokenizer.json")
+        tokenizer = build_tokenizer("HuggingFaceTokenizer", folder)
+    assert isinstance(tokenizer, FastTokenizer)
+    return tokenizer, TokenBytes(tokenizer, np.dtype("<u2"), name, WordCuts.of(tokenizer.description()))
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+@given(token=st.sampled_from(ADDED), normalized=st.booleans(), inside=AROUND)
+@example(token="c++", normalized=True, inside=["C++"])
+@example(token="Well-Known", normalized=True, inside=["well-known"])
+@example(token="caf\u00e9", normalized=True, inside=["CAFE"])
+@example(token="\u037e", normalized=True, inside=[";"])
+@example(token="\u212a", normalized=True, inside=["K"])
+@settings(max_examples=30)
+def test_added_tokens_are_found_in_normalized_text(name: str, token: str, normalized: bool, inside: list[str]) -> None:
+    """Where the tokenizer itself finds them: its normalizer undoes case, accents or composition of the text."""
+    tokenizer, remembering = with_added(name, token, normalized)
+    for text in ("".join(inside), f"I like {' '.join(inside)}", f"{''.join(inside)} {PLAIN * 3}{token.upper()} x"):
+        assert np.frombuffer(remembering.of(text), "<u2").tolist() == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(("token", "is_cut"), [("c++", True), ("well-known", True), ("caf\u00e9", False)])
+def test_a_text_is_cut_though_tokens_of_ascii_characters_were_added(token: str, is_cut: bool) -> None:
+    for name in ("uncased", "cased", "NFC", "NFD"):
+        assert (with_added(name, token, True)[1]._cuts is not None) == is_cut, name
+        assert with_added(name, token, False)[1]._cuts is not None, name
 
 
 PLAIN = "In 2026 it's plain: f(x) = {a[0]}, isn't it?\n\n    Well\tso  "

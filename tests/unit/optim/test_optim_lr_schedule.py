@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.lr_schedule import LRSchedule, MegatronLR, WDSchedule
+from lightning_megatron.testing.trainer import quiet_trainer
 
 
 def test_the_log_lines_of_the_bloom_recipe() -> None:
@@ -112,6 +115,60 @@ def test_going_to_a_step_by_number_is_walking_there() -> None:
     assert after(lambda scheduler: scheduler.step(5)) == after(walk) == {"position": 40, "wd": pytest.approx(0.04)}
 
 
+def beyond(scheduler: MegatronLR) -> None:
+    scheduler.step(40)
+
+
+def back(scheduler: MegatronLR) -> None:
+    for _ in range(9):
+        scheduler.step()
+    scheduler.step(3)
+
+
+def to_the_start(scheduler: MegatronLR) -> None:
+    scheduler.step(7)
+    scheduler.step(0)
+
+
+def on_from_there(scheduler: MegatronLR) -> None:
+    scheduler.step(6)
+    scheduler.step()
+    scheduler.step(units=4)
+    scheduler.step(units=4)
+
+
+def of_a_state(scheduler: MegatronLR) -> None:
+    """Into a scheduler that has walked elsewhere, and on by number."""
+    state = scheduler.state_dict()
+    for _ in range(12):
+        scheduler.step()
+    scheduler.load_state_dict(state)
+    scheduler.step(2)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize(
+    ("go", "steps"), [(beyond, 40), (back, 3), (to_the_start, 0), (on_from_there, 8), (of_a_state, 2)]
+)
+def test_wherever_a_number_leads_rate_and_decay_are_those_of_walking_there(
+    go: Callable[[MegatronLR], None], steps: int
+) -> None:
+    def after(go: Callable[[MegatronLR], None]) -> tuple[int, float, float]:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=1e-3, weight_decay=0.1)
+        schedule = LRSchedule(1e-3, 1e-5, warmup=16, decay=160)
+        scheduler = MegatronLR(optimizer, schedule, WDSchedule(0.0, 0.1, 100, "linear"), step_size=8)
+        optimizer.step()
+        go(scheduler)
+        return scheduler.position, optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
+
+    def walk(scheduler: MegatronLR) -> None:
+        for _ in range(steps):
+            scheduler.step()
+
+    assert after(go) == pytest.approx(after(walk))
+    assert after(walk)[0] == 8 * steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "faulty"),
     [
@@ -144,3 +201,42 @@ def test_impossible_weight_decays(arguments: dict, faulty: set[str]) -> None:
     with pytest.raises(ConfigError) as error:
         WDSchedule(**arguments)
     assert {problem.argument for problem in error.value.problems} == faulty
+
+
+class Epochs(BoringModel):
+    """Rates and weight decays of each epoch, of a schedule that moves between epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[float, float]] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+        schedule = LRSchedule(1e-3, 1e-5, warmup=16, decay=48)
+        scheduler = MegatronLR(optimizer, schedule, WDSchedule(0.0, 0.1, 40, "linear"), step_size=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
+
+    def on_train_epoch_end(self) -> None:
+        group = self.trainer.optimizers[0].param_groups[0]
+        self.seen.append((group["lr"], group["weight_decay"]))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_by_epochs_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    """Held against the formulas, beyond the end of the decay, and against a run that was not stopped."""
+
+    def run(epochs: int, before: Path | None = None) -> tuple[list[tuple[float, float]], Path]:
+        module, path = Epochs(), tmp_path / f"{epochs}-{before is None}.ckpt"
+        trainer = quiet_trainer(MegatronStrategy(), max_epochs=epochs, max_steps=-1, limit_train_batches=2)
+        trainer.fit(module, ckpt_path=before)
+        trainer.save_checkpoint(path)
+        return module.seen, path
+
+    whole, _ = run(8)
+    first, path = run(3)
+    rest, _ = run(8, path)
+    assert first + rest == whole
+    lr, wd = LRSchedule(1e-3, 1e-5, warmup=16, decay=48), WDSchedule(0.0, 0.1, 40, "linear")
+    assert whole == [
+        (pytest.approx(lr.learning_rate(8 * n)), pytest.approx(wd.weight_decay(8 * n))) for n in range(1, 9)
+    ]

@@ -23,11 +23,26 @@ from lightning_megatron.files.small import read_object
 CONFIG = "config.json"
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
+ADAPTER = "adapter_config.json"
 
 
 def is_hf_directory(path: str | os.PathLike[str]) -> bool:
     """True if a path is a Hugging Face model's directory, and not a checkpoint of this package."""
     return (Path(path) / CONFIG).is_file() and not (Path(path) / MANIFEST).exists()
+
+
+def refuse_adapter(path: str | os.PathLike[str]) -> None:
+    """Refuse a whole model that has an adapter of PEFT's beside its weights: transformers would load both.
+
+    Raises:
+        CheckpointError: with the commands that merge the two.
+    """
+    if is_hf_directory(path) and (file := Path(path) / ADAPTER).is_file():
+        raise CheckpointError(
+            f"{file}: transformers adds this adapter to the weights beside it, and nothing here does: merge them with"
+            f" `lightning-megatron convert peft-to-ckpt {path} ADAPTER.ckpt --base {path}` and then"
+            " `lightning-megatron convert merge ADAPTER.ckpt WHOLE.ckpt`, or move that file away to use its base"
+        )
 
 
 def index_name(file: str) -> str:

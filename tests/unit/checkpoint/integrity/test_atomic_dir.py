@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import remove
 from lightning_megatron.checkpoint.directory import atomic_dir as publishing
+from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED
 from lightning_megatron.checkpoint.directory.leftovers import recover, remove_stale
+from lightning_megatron.testing.trainer import quiet_trainer
 
 
 @pytest.fixture(params=["exchange", "two renames"])
@@ -40,24 +45,73 @@ def test_the_name_appears_when_published_and_the_folder_of_unfinished_work_goes(
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files are read from /proc")
-def test_entries_are_on_disk_before_the_name_and_the_name_before_the_end(tmp_path, file_system, monkeypatch):
-    """No run can lose power on purpose: the order of the calls is what a journal needs (fsync(2))."""
-    path, happened = tmp_path / "last.ckpt", []
-    put(path, "old")
+@pytest.fixture
+def happened(monkeypatch):
+    """Syncs and new names in their order, by path. Power cannot fail on purpose; the order is what fsync(2) asks."""
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("names of open files are read from /proc")
+    events = []
+    sync, rename, replace, swap = os.fsync, os.rename, os.replace, publishing.swap_entries
+
+    def synced(fd):
+        events.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
+        sync(fd)
+
+    def named(way):
+        def note(a, b):
+            done = way(a, b)
+            if done is not False:
+                events.append(("name", str(b)))
+            return done
+
+        return note
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", named(rename))
+    monkeypatch.setattr(os, "replace", named(replace))
+    monkeypatch.setattr(publishing, "swap_entries", named(swap))
+    return events
+
+
+@pytest.mark.parametrize("there", ["nothing", "a checkpoint", "a file", "a link"])
+def test_entries_are_on_disk_before_the_name_and_the_name_before_the_end(tmp_path, file_system, happened, there):
+    path = tmp_path / "last.ckpt"
+    if there == "a checkpoint":
+        put(path, "old")
+    elif there == "a file":
+        path.write_text("old")
+    elif there == "a link":
+        put(tmp_path / "step=1.ckpt", "old")
+        path.symlink_to("step=1.ckpt")
     temporary = write(path, "new")
-    sync, rename, swap = publishing.os.fsync, publishing.os.rename, publishing.swap_entries
-    monkeypatch.setattr(
-        os, "fsync", lambda fd: (happened.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), sync(fd))
-    )
-    monkeypatch.setattr(os, "rename", lambda a, b: (happened.append(("name", str(b))), rename(a, b)))
-    monkeypatch.setattr(
-        publishing, "swap_entries", lambda a, b: swap(a, b) and (happened.append(("name", str(b))) or True)
-    )
+    happened.clear()
     publishing.publish(temporary, path)
     named = max(place for place, event in enumerate(happened) if event == ("name", str(path)))
     assert ("sync", str(temporary)) in happened[:named]
     assert ("sync", str(tmp_path)) in happened[named:]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["first", "again"])
+def test_the_bytes_of_one_file_are_on_disk_before_its_name(tmp_path, happened, there):
+    """The file of a whole run, as ``save_distributed_checkpoint=False`` writes it."""
+    path, strategy = tmp_path / "a.ckpt", MegatronStrategy(save_distributed_checkpoint=False)
+    trainer = quiet_trainer(strategy, max_steps=1)
+    trainer.fit(BoringModel(), DataLoader(RandomDataset(32, 2)))
+    if there:
+        trainer.save_checkpoint(path)
+    happened.clear()
+    trainer.save_checkpoint(path)
+    assert path.is_file()
+    named = max(place for place, event in enumerate(happened) if event == ("name", str(path)))
+    assert any(what == "sync" and Path(file).parent.parent.name == UNFINISHED for what, file in happened[:named])
+    assert ("sync", str(tmp_path)) in happened[named:]
+
+
+def test_a_new_link_is_on_the_disk_before_the_end(tmp_path, happened):
+    put(tmp_path / "step=1.ckpt", "old")
+    happened.clear()
+    publishing.relink(tmp_path / "last.ckpt", "step=1.ckpt")
+    assert happened == [("name", str(tmp_path / "last.ckpt")), ("sync", str(tmp_path))]
 
 
 def test_an_old_checkpoint_stays_until_the_new_one_is_published(tmp_path, file_system):
