@@ -33,9 +33,8 @@ def scope_problems(
 ) -> list[Problem]:
     """Reasons why a rank does not hold all values that ``optimizer`` reads; arguments as in ``ShardedOptimizer``."""
     kind = type(optimizer).__name__
-    for refused, reason in _REFUSED.items():
-        if isinstance(optimizer, refused):
-            return [Problem("optimizer", kind, reason, _WORKS)]
+    if (why := _refusal(optimizer)) is not None:
+        return [Problem("optimizer", kind, why, _WORKS)]
     scope = update_scope(optimizer, config.elementwise)
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     remedies = _remedies(mesh, config.shard, [spec for _, param, spec in named_params if id(param) in own], scope)
@@ -58,6 +57,10 @@ def scope_problems(
             f" MegatronStrategy(elementwise_optimizers=[{kind!r}])"
         )
     return [Problem("optimizer", kind, reason, _WORKS)]
+
+
+def _refusal(optimizer: Optimizer) -> str | None:
+    return next((reason for kind, reason in _REFUSED.items() if isinstance(optimizer, kind)), None)
 
 
 def _remedies(mesh: ParallelMesh, shard: bool, specs: Sequence[ParamSpec], scope: UpdateScope) -> list[str]:

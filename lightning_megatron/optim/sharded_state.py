@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.optim.buffers.bucket import Bucket
+from lightning_megatron.optim.buffers.kept_values import KeptModel, KeptValues
 from lightning_megatron.optim.buffers.main_values import MainParam, MainValues, States
-from lightning_megatron.optim.kept_values import KeptModel, KeptValues
 from lightning_megatron.optim.main_param_groups import MainParamGroups
 from lightning_megatron.optim.optimizer_state import STEP, allocate_state, load_shard, shards_of, state_like
 from lightning_megatron.optim.state_by_param import OptimizerState

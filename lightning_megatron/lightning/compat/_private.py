@@ -156,7 +156,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "lightning/strategy/checkpoints.py",
             "optim/buffers/slot.py",
             "optim/buffers/edits.py",
-            "optim/kept_values.py",
+            "optim/buffers/kept_values.py",
         ),
         "weights and optimizer state that a script has written between steps",
     ),

@@ -43,7 +43,7 @@ class ExampleInput(Callback):
             self._hidden, module.example_input_array = module.example_input_array, None
 
     def _lacking(self, trainer: Trainer, module: LightningModule) -> Iterator[str]:
-        """What the example was for, each in a sentence."""
+        """Warnings of what a run lacks without the example."""
         loggers = sorted({type(logger).__name__ for logger in trainer.loggers if logs_graph(logger)})
         if loggers and (not self._layout.is_whole or getattr(module, "model_shape", None) is not None):
             reason = "torch cannot trace layers that several ranks compute together, nor this package's models"

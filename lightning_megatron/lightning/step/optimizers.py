@@ -24,11 +24,11 @@ from lightning_megatron.lightning.compat._private import MockOptimizer, has_hook
 from lightning_megatron.lightning.step.per_token_loss import TokenCounter
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.broadcast import broadcast_params
+from lightning_megatron.optim.buffers.kept_values import KeptModel
 from lightning_megatron.optim.buffers.slot import Slot
 from lightning_megatron.optim.clip import norms_by_name
 from lightning_megatron.optim.core.config import DistributedOptimizerConfig
 from lightning_megatron.optim.finite_check import FiniteCheck
-from lightning_megatron.optim.kept_values import KeptModel
 from lightning_megatron.optim.other_gradients import OtherGradients
 from lightning_megatron.optim.replicas import ReplicaCheck
 from lightning_megatron.optim.zero import ShardedOptimizer

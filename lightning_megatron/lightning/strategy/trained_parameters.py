@@ -22,7 +22,7 @@ from lightning_megatron.lightning.step.precision import MegatronPrecision, Preci
 from lightning_megatron.lightning.step.watchers import watches_gradients, watches_parameters
 from lightning_megatron.lightning.strategy.ranks import JobRanks
 from lightning_megatron.lightning.streams.evaluation import may_stay_away
-from lightning_megatron.optim.kept_values import KeptModel, KeptValues
+from lightning_megatron.optim.buffers.kept_values import KeptModel, KeptValues
 from lightning_megatron.optim.shown_main_values import ShownMainValues
 from lightning_megatron.optim.zero import ShardedOptimizer
 from lightning_megatron.params import named_specs
