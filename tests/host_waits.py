@@ -20,7 +20,8 @@ from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import kind_in_tests
 
 KIND = kind_in_tests()
-PACKAGE = Path(lightning_megatron.__file__).parent
+ROOTS = (Path(lightning_megatron.__file__).parent, Path(__file__).parent / "simulated-gaudi")
+"""Folders of the package and of the simulated Gaudi, whose own functions a test can leave out."""
 WAITING = {
     "_local_scalar_dense",  # item, float, bool
     "_unique2",
@@ -107,10 +108,12 @@ def _by_mask(args: Any) -> bool:
 
 
 def place() -> str:
-    """The function of the package or of Lightning nearest to an operation."""
+    """The function of the package, the simulated Gaudi or Lightning nearest to an operation."""
     for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith(str(PACKAGE)):
-            return f"{Path(frame.filename).relative_to(PACKAGE)}:{frame.name}"
+        file = Path(frame.filename)
+        for root in ROOTS:
+            if file.is_relative_to(root):
+                return f"{file.relative_to(root)}:{frame.name}"
         if f"{sep}lightning{sep}" in frame.filename:
-            return f"{Path(frame.filename).name}:{frame.name}"
+            return f"{file.name}:{frame.name}"
     return "?"
