@@ -172,6 +172,8 @@ def _known_on(program: Program, rank: int, ranks: int, outcome: Outcome) -> dict
         record = {subject: value for subject, value in record.items() if subject not in IN_MEMORY}
     if program["precision"] != "32-true":  # ours are bf16, with fp32 main values, which checkpoints have
         record.pop("weights in memory", None)
+    if rank and program["stop"] != "none" and "cb-average" in program:  # a checkpoint has the averages of rank 0 alone
+        record.pop("buffers in memory", None)
     if program["stop"] != "none":  # of steps since the resume, and of files that only a stopped run has
         record.pop("last", None)
         record.pop("callback_metrics", None)
