@@ -51,8 +51,7 @@ def data_fingerprint(data_path: DataPath, *, split: str) -> Fingerprint:
 def tokenizer_fingerprint(tokenizer: Tokenizer, model: str | os.PathLike[str] | None) -> Fingerprint:
     """Fingerprint of a tokenizer: its kind, the sizes that data depends on, its file, and its settings in effect.
 
-    Settings are those of the tokenizer itself, wherever they were read from: files beside the vocabulary count as far
-    as they change tokens.
+    The tokenizer itself names its settings. Files beside the vocabulary count only where they change tokens.
 
     Args:
         tokenizer: tokenizer to describe.

@@ -29,13 +29,13 @@ class Family:
         tensors: tensors of both sides.
         presets: recipes of published shapes by name.
         module: class of the LightningModule that trains it, as ``module:name``.
-        model: class of the model inside of it, likewise.
+        model: class of the model that the module holds, as ``module:name``.
         default_preset: preset that the module uses if none is given; empty if the module belongs to another family.
         defaults: defaults of the architecture in place of those that ``from_hf`` assumes.
         passive: entries of ``config.json`` that do not affect what the model computes.
         stack_keys: entries of ``config.json`` that count the layers of a further stack, by its name in our tensors.
         config_class: class of our configurations.
-        megatron: its ``MegatronFamily``, for checkpoints of Megatron-LM, likewise; empty for that of a decoder.
+        megatron: the ``MegatronFamily`` that reads checkpoints of Megatron-LM, as ``module:name``; empty for a decoder.
         recipes: folder of its training recipes, ``None`` for none; the name of the one for a CPU ends in ``-tiny``.
         data_paths: arguments that are paths, by the name of a data module that only this family has.
     """

@@ -78,7 +78,7 @@ class EpochPosition(Sampler[int]):
     def agree_on_batches(self, epoch: int, batches: int, in_epoch: int) -> int:
         """Compare the restored position with Lightning's number of batches.
 
-        A checkpoint of stock Lightning has no position: this epoch reads its first batches again, as in Lightning.
+        A checkpoint of stock Lightning has no position. This epoch then reads its first batches again, as in Lightning.
         Lightning counts an epoch that ``max_steps`` cut off as done, and then reads as many batches as were left of it
         in an epoch of the next number. Here these are the ones that were left.
 

@@ -204,7 +204,7 @@ def refuse_other_frozen(path: str | os.PathLike[str], base: Mapping[str, LazyTen
     if other := [name for name, copy in copies.items() if not any(map(partial(_same, copy), _frozen(name, base)))]:
         told = ", ".join(f"{name} {copies[name].shape}" for name in other)
         raise CheckpointError(
-            f"{file}: PEFT loads {told} over the base's weights, which are others, and nothing here does"
+            f"{file}: PEFT replaces weights of the base by {told}, which differ. This package does not replace them"
         )
 
 

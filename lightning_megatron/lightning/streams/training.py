@@ -58,9 +58,8 @@ class TrainingWatch(Callback):
             epoch, limit = trainer.current_epoch, int(trainer.num_training_batches)
             if not loader.position.is_restored and count.ready < limit:
                 rank_zero_warn(
-                    f"the checkpoint was saved after {count.ready} of {limit} batches of an epoch, and not by this"
-                    " strategy: it has no position in the data. The epoch's first batches are read again, as in stock"
-                    " Lightning"
+                    f"the checkpoint was saved after {count.ready} of {limit} batches of an epoch, and has no position"
+                    " in the data. The epoch's first batches are read again, as in stock Lightning"
                 )
             # A checkpoint may be written before the last batch counts as completed: the difference stays.
             ahead = count.ready - loader.position.agree_on_batches(epoch, count.ready, limit)

@@ -32,15 +32,15 @@ def is_hf_directory(path: str | os.PathLike[str]) -> bool:
 
 
 def refuse_adapter(path: str | os.PathLike[str]) -> None:
-    """Refuse a whole model that has an adapter of PEFT's beside its weights: transformers would load both.
+    """Refuse the directory of a whole model that also holds a PEFT adapter. Transformers would load both.
 
     Raises:
         CheckpointError: with the commands that merge the two.
     """
     if is_hf_directory(path) and (file := Path(path) / ADAPTER).is_file():
         raise CheckpointError(
-            f"{file}: transformers adds this adapter to the weights beside it, and nothing here does: merge them with"
-            f" `lightning-megatron convert peft-to-ckpt {path} ADAPTER.ckpt --base {path}` and then"
+            f"{file}: transformers adds this adapter to the model in its directory. This package does not. Merge them"
+            f" with `lightning-megatron convert peft-to-ckpt {path} ADAPTER.ckpt --base {path}` and then"
             " `lightning-megatron convert merge ADAPTER.ckpt WHOLE.ckpt`, or move that file away to use its base"
         )
 

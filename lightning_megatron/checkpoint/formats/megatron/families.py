@@ -18,7 +18,8 @@ class MegatronFamily(NamedTuple):
     Attributes:
         marker: name of a tensor that only this family has, by the names of ``names.py``.
         config: function from fields of ``TransformerConfig`` and a checkpoint to the family's configuration.
-        rules: function from the configuration to rules for the tensors beside the layers and the word embedding.
+        rules: function that returns rules for all tensors except those of layers and of the word embedding, for a
+            configuration.
     """
 
     marker: str
