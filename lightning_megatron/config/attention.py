@@ -66,6 +66,12 @@ class AttentionConfig:
         """True if keys and values are made from latents."""
         return self.kv_lora_rank > 0
 
+    @property
+    def attention(self) -> str:
+        """Class of attention, as ``module:name``."""
+        kind = "latent_attention:LatentAttention" if self.has_latents else "attention:SelfAttention"
+        return f"lightning_megatron.layers.{kind}"
+
     def window(self, layer: int) -> int:
         """Number of tokens that a token sees in the layer of that number; 0 for all that precede it."""
         everywhere = not self.sliding_window_layers

@@ -116,6 +116,11 @@ class MoEConfig:
         """True if the layer of that number has experts in place of one feed-forward layer."""
         return self.num_experts > 0 and (not self.moe_layers or layer in self.moe_layers)
 
+    def feed_forward(self, layer: int) -> str:
+        """Class of the feed-forward part of the layer of that number, as ``module:name``."""
+        kind = "moe.layer:MoELayer" if self.has_experts(layer) else "layers.mlp:DenseFeedForward"
+        return f"lightning_megatron.{kind}"
+
     @property
     def experts_in_group_score(self) -> int:
         """Best experts of a group that add up to its score."""

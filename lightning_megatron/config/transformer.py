@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems, unknown_name, within
-from lightning_megatron.config.attention import ATTENTION_RULES, AttentionConfig
+from lightning_megatron.config.attention import ATTENTION_RULES
+from lightning_megatron.config.counts import LayerCounts
+from lightning_megatron.config.layer_spec import LayerSpec
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.config.moe import MOE_RULES, MoEConfig
+from lightning_megatron.config.moe import MOE_RULES
 from lightning_megatron.config.other_names import ELSEWHERE
 from lightning_megatron.config.rope_scaling import DynamicScaling, RopeScaling, YarnScaling, rope_scaling_of
 from lightning_megatron.config.score_rule import ScoreRule, alibi_slopes
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
 
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
-GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "swiglu_clamped"})
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 
 RULES: Rules = {
@@ -95,7 +97,7 @@ class Rotary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransformerConfig(AttentionConfig, MoEConfig):
+class TransformerConfig(LayerCounts):
     """The shape of a decoder-only transformer; more fields are in the classes that it inherits from.
 
     Attributes:
@@ -251,16 +253,6 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         return Rotary(self.rope_theta, self.rope_scaling)
 
     @property
-    def rotary_dim(self) -> int:
-        """Features of a query and a key that the rotary embedding rotates."""
-        return self.rope_head_dim or self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Features of a value."""
-        return self.v_head_dim or self.head_dim
-
-    @property
     def query_factor(self) -> float:
         """Factor of the queries that makes softmax sharper with YaRN, for attention with latents.
 
@@ -270,11 +262,6 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim:
             return 1.0
         return scaling.sharpness(scaling.mscale_all_dim) ** 2
-
-    @property
-    def expert_ffn_hidden_size(self) -> int:
-        """Features inside one expert."""
-        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def output_init_std(self) -> float:
@@ -291,6 +278,15 @@ class TransformerConfig(AttentionConfig, MoEConfig):
     def stacks(self) -> Mapping[str, range]:
         """Numbers of the layers of each stack: one without a name, and ``mtp`` for multi-token prediction."""
         return {"": range(self.num_layers), "mtp": range(self.mtp_num_layers)}
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The parts of each layer."""
+        return tuple(self.layer_spec(number) for number in range(self.num_layers))
+
+    def layer_spec(self, layer: int) -> LayerSpec:
+        """The parts of the layer of that number; a subclass may name others."""
+        return LayerSpec(self.attention, self.feed_forward(layer), self.window(layer))
 
     def layout_problems(self, layout: ParallelLayout) -> list[Problem]:
         """Faults of a layout for this kind of model, beside those of its sizes."""
@@ -328,121 +324,12 @@ class TransformerConfig(AttentionConfig, MoEConfig):
         """True if the last stage needs the token embedding, too."""
         return self.tie_embeddings or self.mtp_num_layers > 0
 
-    @property
-    def has_qkv_bias(self) -> bool:
-        """True if queries, keys and values have biases."""
-        return self.add_bias_linear or self.add_qkv_bias
-
-    @property
-    def has_attention_out_bias(self) -> bool:
-        """True if the output of attention has biases."""
-        return self.add_bias_linear or self.add_attention_out_bias
-
-    def num_parameters(self, *, active: bool = False) -> int:
-        """Parameters of the model this describes, vocabulary padding not counted.
-
-        Args:
-            active: True to count only the ``moe_router_topk`` experts of a token, and their rows of the router.
-        """
-        h = self.hidden_size
-        norm = h if self.norm == "rmsnorm" else 2 * h
-        norms = (4 if self.post_norms else 2) * norm
-        others = self.attention_weights + self._attention_vectors + norms
-        blocks = sum(others + self._feed_forward_parameters(number, active) for number in range(self.num_layers))
-        blocks += self.mtp_num_layers * (others + self._feed_forward_parameters(self.num_layers - 1, active))
-        blocks += self.mtp_num_layers * (2 * h * h + 3 * norm)
-        positions = self.max_position_embeddings * h if self.position_embedding == "learned" else 0
-        tables = self.vocab_size * h * (1 if self.tie_embeddings else 2) + positions
-        return blocks + tables + norm * (2 if self.embedding_norm else 1)
-
-    @property
-    def num_expert_layers(self) -> int:
-        """Number of layers that have experts."""
-        if not self.num_experts or not self.moe_layers:
-            return self.num_layers if self.num_experts else 0
-        return len(set(self.moe_layers))
-
-    @property
-    def attention_weights(self) -> int:
-        """Elements of the matrices of attention in a layer."""
-        h, heads, latent, rank = self.hidden_size, self.num_attention_heads, self.kv_lora_rank, self.q_lora_rank
-        if not latent:
-            return h * self.head_dim * 2 * (heads + self.num_query_groups)
-        queries, values = heads * self.head_dim, heads * self.value_dim
-        to_queries = rank * (h + queries) if rank else h * queries
-        from_latent = latent * (queries - heads * self.rotary_dim + values)
-        return to_queries + h * (latent + self.rotary_dim) + from_latent + values * h
-
-    @property
-    def _attention_vectors(self) -> int:
-        """Elements of the biases, norms and sinks inside attention in a layer."""
-        out_bias, norm = self.hidden_size * self.has_attention_out_bias, 1 if self.norm == "rmsnorm" else 2
-        if self.has_latents:
-            latents = self.q_lora_rank + self.kv_lora_rank
-            return norm * latents + (latents + self.rotary_dim) * self.has_qkv_bias + out_bias
-        fused = self.head_dim * (self.num_attention_heads + 2 * self.num_query_groups)
-        biases, norms = fused * self.has_qkv_bias + out_bias, 2 * self.head_dim * norm * self.qk_norm
-        return biases + norms + self.num_attention_heads * self.attention_sinks
-
-    def _feed_forward_weights(self, features: int) -> int:
-        return self.hidden_size * features * (3 if self.activation in GATED else 2)
-
-    def _feed_forward_parameters(self, layer: int, active: bool) -> int:
-        if not self.has_experts(layer):
-            gates = 2 if self.activation in GATED else 1
-            biases = gates * self.ffn_hidden_size + self.hidden_size if self.add_bias_linear else 0
-            return self._feed_forward_weights(self.ffn_hidden_size) + biases
-        count = self.moe_router_topk if active else self.num_experts
-        expert = self._feed_forward_weights(self.expert_ffn_hidden_size) + self.hidden_size
-        if self.moe_linear_bias:  # of both layers, and of the router
-            expert += (2 if self.activation in GATED else 1) * self.expert_ffn_hidden_size + self.hidden_size + 1
-        return count * expert + self._feed_forward_weights(self.moe_shared_expert_ffn_hidden_size)
-
-    @property
-    def loss_cost(self) -> float:
-        """FLOPs of everything after the layers, divided by those of a layer's matrices."""
-        layers = 6.0 * self._matrices_of_layers
-        return (self.flops_per_token(0) - layers) * self.num_layers / layers
-
-    @property
-    def _matrices_of_layers(self) -> int:
-        """Elements of the matrices that a token is multiplied by in all layers."""
-        plain = self.num_layers - self.num_expert_layers
-        return plain * self._matrices(False) + self.num_expert_layers * self._matrices(True)
-
-    def _matrices(self, has_experts: bool) -> int:
-        """Elements of the matrices that a token is multiplied by in a layer."""
-        if not has_experts:
-            return self.attention_weights + self._feed_forward_weights(self.ffn_hidden_size)
-        features = self.moe_router_topk * self.expert_ffn_hidden_size + self.moe_shared_expert_ffn_hidden_size
-        return self.attention_weights + self._feed_forward_weights(features) + self.num_experts * self.hidden_size
-
-    def flops_per_token(self, seq_length: int) -> float:
-        """Matmul FLOPs of forward and backward for one token, the visible part of attention counted.
-
-        Megatron-LM's formula (https://arxiv.org/abs/2104.04473, appendix, with the causal half): 6 times the weights
-        that a token meets in attention, feed-forward layers and the output layer. Only the experts that a token visits
-        are counted, but the whole router, ``E H`` per layer, which computes logits for every expert (Megatron-LM leaves
-        the router out). A multi-token prediction module counts as a layer, its projection, and an output layer.
-        """
-        h, further, last = self.hidden_size, self.mtp_num_layers, self.num_layers - 1
-        matrices = self._matrices_of_layers + (1 + further) * h * self.vocab_size + further * 2 * h * h
-        matrices += further * self._matrices(self.has_experts(last))
-        features = self.num_attention_heads * (self.head_dim + self.value_dim)
-        seen = self.num_layers * self.mean_seen(seq_length) + further * self.seen(last, seq_length)
-        return 6.0 * (matrices + features * seen)
-
     def score_rule(self, layer: int) -> ScoreRule:
         """The rule of attention scores in the layer of that number, of all heads."""
         rule = super().score_rule(layer)
         if self.position_embedding != "alibi":
             return rule
         return replace(rule, slopes=alibi_slopes(self.num_attention_heads))
-
-    def mean_seen(self, length: int) -> float:
-        """Mean over layers of the number of tokens that a token of a sequence of ``length`` sees."""
-        kinds = self.attention_kinds(self.num_layers)
-        return sum(count * self.seen(number, length) for number, count in kinds.items()) / self.num_layers
 
     def blockwise_share(self, length: int) -> float:
         """Share of the layers whose attention no fused kernel computes for sequences of ``length``."""

@@ -17,6 +17,7 @@ from lightning_megatron.errors import Problem, divisors, nearest_to, raise_if_an
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm, model_norm
+from lightning_megatron.layers.parts import Mixer
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.attention import document_attention
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
@@ -66,7 +67,7 @@ class KVCache:
         self._keys, self._values, self._forgotten = self._keys[kept], self._values[kept], first
 
 
-class HeadAttention(nn.Module):
+class HeadAttention(Mixer):
     """Attention of the heads on one rank; a subclass computes their queries, keys and values.
 
     Context-parallel ranks hold zigzag shards of the sequence (``context_parallel/zigzag.py``) and attend to all of it
@@ -135,6 +136,10 @@ class HeadAttention(nn.Module):
         inputs = q, k, v, first_query, key_mask, bias, documents
         out: Tensor = run_part(plan, "core_attn", self._core, *inputs, rng=self.rng, is_pure=self.is_pure("core_attn"))
         return out
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for decoding."""
+        return KVCache(self.rule.window)
 
     def is_pure(self, module: str) -> bool:
         """True if ``"core_attn"`` or the whole ``"attention"`` draws no random numbers and communicates nothing."""

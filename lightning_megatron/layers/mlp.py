@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.parts import FeedForward, Routed
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.activation import Activation
+from lightning_megatron.ops.activation import Activation, activation_of
+from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 
 
 class MLP(nn.Module):
@@ -57,3 +61,34 @@ class MLP(nn.Module):
         """``[S, B, H] -> [S, B, H]``."""
         out: Tensor = self.fc2(self.activation(self.fc1(x)))
         return out
+
+
+class DenseFeedForward(FeedForward, MLP):
+    """The feed-forward part of a layer without experts; arguments as of every part."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mesh: ParallelMesh,
+        *,
+        layer: int = 0,
+        sequence_parallel: bool,
+        recompute: RecomputePlan = NO_RECOMPUTE,
+        ops: Ops = ANY_DEVICE,
+    ) -> None:
+        MLP.__init__(
+            self,
+            config.hidden_size,
+            config.ffn_hidden_size,
+            mesh,
+            activation=activation_of(config),
+            bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
+            init_std=config.init_stds.fc1,
+            output_init_std=config.init_stds.fc2,
+        )
+        self.is_pure = mesh.tp.size == 1
+
+    def forward(self, x: Tensor, routed: object = None) -> Routed:  # type: ignore[override]
+        """``[S, B, H] -> [S, B, H]``; every token is transformed alike, and there is no auxiliary loss."""
+        return self.fc2(self.activation(self.fc1(x))), None

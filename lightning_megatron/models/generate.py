@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_megatron.documents import Documents
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
-from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.init import draw_seed
 from lightning_megatron.models.gpt import GPTModel
 
@@ -81,7 +80,7 @@ def generate(
     raise_if_any(prompt_length_problems(tokens.shape[1], max_new_tokens, longest) + sampling.problems())
     was_training = model.training
     model.eval()
-    caches = [KVCache(model.config.window(int(number))) for number in model.layers]
+    caches = model.new_caches()
     try:
         return continued(lambda new: model(new, caches=caches), tokens, max_new_tokens, sampling)
     finally:

@@ -21,14 +21,15 @@ from lightning_megatron.config.transformer import Rotary
 from lightning_megatron.context_parallel.inputs import ShardedInputs, shard_inputs
 from lightning_megatron.documents import Documents
 from lightning_megatron.errors import Problem, multiples_around, raise_if_any
-from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.init import draw_seed, seeded
+from lightning_megatron.layers.parts import Cache, Mixer
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import without_graphs
 from lightning_megatron.models.multi_token import NextTokenModule, later
 from lightning_megatron.models.stages import StagedModel, in_own_dtype, mean_weights, one_for_none, token_weights
+from lightning_megatron.models.transformer import Block
 from lightning_megatron.moe.aux_loss import attach_aux_loss
 from lightning_megatron.moe.tokens import RoutedTokens, up_to_the_last
 from lightning_megatron.ops.registry import Ops
@@ -66,6 +67,15 @@ class GPTModel(StagedModel):
         kinds = dict.fromkeys((*self._rotary_of.values(), self._mtp_rotary))
         self._rotaries = {each: RotaryEmbedding(config.rotary_dim, *each) for each in kinds if each}
 
+    @property
+    def _mixers(self) -> list[Mixer]:
+        """Mixers of this rank's layers, in their order."""
+        return [block.attention for block in self.layers.values() if isinstance(block, Block)]
+
+    def new_caches(self) -> list[Cache]:
+        """Empty caches for decoding, one per layer."""
+        return [mixer.new_cache() for mixer in self._mixers]
+
     @in_own_dtype
     def forward(
         self,
@@ -73,7 +83,7 @@ class GPTModel(StagedModel):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        caches: Sequence[KVCache] | None = None,
+        caches: Sequence[Cache] | None = None,
         documents: Documents | None = None,
         per_token: bool = False,
     ) -> Tensor:
@@ -159,7 +169,7 @@ class GPTModel(StagedModel):
         self,
         tokens: Tensor,
         position_ids: Tensor | None,
-        caches: Sequence[KVCache] | None,
+        caches: Sequence[Cache] | None,
         documents: Documents | None,
     ) -> Tensor:
         length = tokens.shape[1]
@@ -230,7 +240,7 @@ class GPTModel(StagedModel):
         self,
         tokens: Tensor,
         position_ids: Tensor | None,
-        caches: Sequence[KVCache] | None,
+        caches: Sequence[Cache] | None,
         documents: Documents | None,
         routed: RoutedTokens | None,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -291,6 +301,10 @@ class GPTModel(StagedModel):
         if decodes:
             reason = "decoding with caches continues one document per row: pass only its tokens, as generate does"
             return [Problem("documents", "given", reason, (None,))]
+        unable = {type(mixer).__name__ for mixer in self._mixers if not mixer.takes_documents}
+        if unable:
+            reason = f"{', '.join(sorted(unable))} would mix tokens of different documents: pass one document per row"
+            return [Problem("documents", "given", reason, (None,))]
         if not isinstance(rule, DynamicScaling):
             return []
         known = rule.original_max_position_embeddings
@@ -341,7 +355,7 @@ class GPTModel(StagedModel):
         layers: Sequence[int],
         hidden: Tensor,
         rotary: RotaryTables,
-        caches: Sequence[KVCache] | None,
+        caches: Sequence[Cache] | None,
         documents: Documents | None,
         routed: RoutedTokens | None,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -362,7 +376,7 @@ class GPTModel(StagedModel):
         hidden: Tensor,
         rotary: RotaryTables,
         layers: Sequence[int],
-        caches: Sequence[KVCache] | None,
+        caches: Sequence[Cache] | None,
         documents: Documents | None,
         routed: RoutedTokens | None,
     ) -> tuple[Tensor, list[Tensor]]:

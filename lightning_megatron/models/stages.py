@@ -17,6 +17,7 @@ from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
 from lightning_megatron.layers.fp8_linear import use_fp8
 from lightning_megatron.layers.init import draw_seed, seeded
+from lightning_megatron.layers.parts import part_problems
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.transformer import Block, Embedding, Head
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
@@ -87,6 +88,7 @@ class StagedModel(nn.Module):
             recompute.problems(mesh.layout, config)
             + ops.model_problems(mesh.layout, config)
             + config.layout_problems(mesh.layout)
+            + part_problems(config, mesh.layout)
         )
         self.config, self.axis = config, mesh.tp
         self.rng, self.recompute = mesh.rng, recompute

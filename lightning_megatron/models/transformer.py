@@ -20,19 +20,15 @@ from lightning_megatron.comm.collectives import (
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.documents import Documents
-from lightning_megatron.layers.attention import HeadAttention, KVCache, SelfAttention
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy, linear_token_losses
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
 from lightning_megatron.layers.init import normal_
-from lightning_megatron.layers.latent_attention import LatentAttention
-from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import model_norm
+from lightning_megatron.layers.parts import Cache, FeedForward, Mixer, part_class
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.compiled import CompilablePart
-from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.moe.tokens import RoutedTokens
-from lightning_megatron.ops.activation import activation_of
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
@@ -60,52 +56,29 @@ class Block(CompilablePart):
         super().__init__()
         self.rng = mesh.rng
         self.recompute = recompute
-        has_experts = config.has_experts(layer)
-        self._feeds_purely = not has_experts and mesh.tp.size == 1  # routers count, and ranks communicate
+        spec = config.layer_spec(layer)
+        how: dict[str, Any] = {"sequence_parallel": sequence_parallel, "recompute": recompute, "ops": ops}
         norm = partial(model_norm, config, config.hidden_size, mesh, sequence_parallel, ops)
         self.attention_norm = norm()
-        kind = LatentAttention if config.has_latents else SelfAttention
-        self.attention: HeadAttention = kind(
-            config,
-            mesh,
-            layer=layer,
-            sequence_parallel=sequence_parallel,
-            causal=config.is_causal,
-            recompute=recompute,
-            ops=ops,
-        )
+        self.attention: Mixer = part_class(spec.mixer)(config, mesh, layer=layer, causal=config.is_causal, **how)
         self.attention_post_norm = norm() if config.post_norms else nn.Identity()
         self.mlp_norm = norm()
-        self.mlp: MLP | MoELayer
-        if has_experts:
-            again = recompute.wraps("moe")
-            self.mlp = MoELayer(config, mesh, sequence_parallel=sequence_parallel, recompute=again, ops=ops)
-        else:
-            self.mlp = MLP(
-                config.hidden_size,
-                config.ffn_hidden_size,
-                mesh,
-                activation=activation_of(config),
-                bias=config.add_bias_linear,
-                sequence_parallel=sequence_parallel,
-                init_std=config.init_stds.fc1,
-                output_init_std=config.init_stds.fc2,
-            )
+        self.mlp: FeedForward = part_class(spec.feed_forward)(config, mesh, layer=layer, **how)
         self.mlp_post_norm = norm() if config.post_norms else nn.Identity()
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the block, compiled or not."""
-        if not (self.is_compiled and isinstance(self.mlp, MoELayer)):
+        if not self.is_compiled:
             return super().__call__(*args, **kwargs)
-        with self.mlp.telling_runs_apart():
+        with self.mlp.run_context():
             return super().__call__(*args, **kwargs)
 
     def forward(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         key_mask: Tensor | None = None,
         documents: Documents | None = None,
         routed: RoutedTokens | None = None,
@@ -127,14 +100,14 @@ class Block(CompilablePart):
         is_pure = self.attention.is_pure("attention")
         inputs = x, rotary, cache, key_mask, documents
         x = x + self.dropout(run_part(plan, "attention", self._attend, *inputs, rng=self.rng, is_pure=is_pure))
-        out, aux_loss = run_part(plan, "mlp", self._feed, x, routed, rng=self.rng, is_pure=self._feeds_purely)
+        out, aux_loss = run_part(plan, "mlp", self._feed, x, routed, rng=self.rng, is_pure=self.mlp.is_pure)
         return x + self.dropout(out), aux_loss
 
     def _attend(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         key_mask: Tensor | None,
         documents: Documents | None,
     ) -> Tensor:
@@ -143,8 +116,7 @@ class Block(CompilablePart):
         return out
 
     def _feed(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
-        h = self.mlp_norm(x)
-        out, aux_loss = self.mlp(h, routed) if isinstance(self.mlp, MoELayer) else (self.mlp(h), None)
+        out, aux_loss = self.mlp(self.mlp_norm(x), routed)
         return self.mlp_post_norm(out), aux_loss
 
 

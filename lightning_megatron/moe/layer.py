@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.config.capacity import expert_capacity
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.parts import FeedForward, Routed
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens
 from lightning_megatron.moe.capacity_bins import CapacityBins
@@ -25,7 +27,7 @@ from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import recomputed
 
 
-class MoELayer(nn.Module):
+class MoELayer(FeedForward):
     """Router, dispatch, experts; ``output, aux_loss = layer(x)``.
 
     Where the host reads the number of tokens of each expert, ``torch.compile`` leaves dispatch and experts out of its
@@ -35,7 +37,8 @@ class MoELayer(nn.Module):
         config: shape of the model and its experts.
         sequence_parallel: True if input and output are sequence shards; required with ``tp > 1``, since each token is
             routed once.
-        recompute: True to keep only tokens and routing, and compute the experts again in the backward.
+        recompute: plan of activation recomputation; with ``"moe"`` only tokens and routing are kept, and the backward
+            computes the experts again.
 
     Raises:
         ConfigError: if experts or features do not split over the ranks, or tp ranks hold the same tokens.
@@ -46,15 +49,16 @@ class MoELayer(nn.Module):
         config: TransformerConfig,
         mesh: ParallelMesh,
         *,
+        layer: int = 0,
         sequence_parallel: bool,
-        recompute: bool = False,
+        recompute: RecomputePlan = NO_RECOMPUTE,
         ops: Ops = ANY_DEVICE,
     ) -> None:
         super().__init__()
         if mesh.tp.size > 1 and not sequence_parallel:
             reason = "with experts and tp > 1 each rank must hold tokens of its own: leave sequence_parallel out"
             raise_if_any([Problem("sequence_parallel", sequence_parallel, reason, (True, None))])
-        self.config, self.rng, self.recompute = config, mesh.rng, recompute
+        self.config, self.rng, self.recompute = config, mesh.rng, recompute.wraps("moe")
         self.grid = ExpertGrid(config.num_experts, mesh)
         hidden_size, init_std = config.hidden_size, config.init_std
         self.router = Router(hidden_size, config, mesh, sequence_parallel=sequence_parallel, init_std=init_std)
@@ -82,21 +86,21 @@ class MoELayer(nn.Module):
         """True if every rank gets all tokens, and False if each token is sent to the ranks of its experts."""
         return self.config.moe_dynamic or self.config.moe_token_dispatcher == "allgather"
 
-    def forward(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, routed: RoutedTokens | None = None) -> Routed:
         """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none).
 
         Args:
             x: tokens, or this rank's shard of them.
             routed: tokens that are no padding, which visits no routed expert; ``None`` for all.
         """
-        with nullcontext() if torch.compiler.is_compiling() else self.telling_runs_apart():
+        with nullcontext() if torch.compiler.is_compiling() else self.run_context():
             return self._forward(x, routed)
 
-    def telling_runs_apart(self) -> AbstractContextManager[None]:
-        """Context of a forward that a backward may repeat; where the forward is compiled, its caller enters it."""
+    def run_context(self) -> AbstractContextManager[None]:
+        """Context in which the router knows the first run of a forward from its repetition in the backward."""
         return self.router.runs.forward(torch.is_grad_enabled()) if self.training else nullcontext()
 
-    def _forward(self, x: Tensor, routed: RoutedTokens | None) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, x: Tensor, routed: RoutedTokens | None) -> Routed:
         experts, weights, aux_loss = self.router(x, routed)
         reads_counts = self._reads_counts or len(self.experts.products) > 0
         out = (self._compute_outside_of_graphs if reads_counts else self._compute)(x, experts, weights)

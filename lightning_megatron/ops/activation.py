@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.config.counts import GATED
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.device import as_result
 
 

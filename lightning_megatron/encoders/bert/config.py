@@ -6,7 +6,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar
 
 from lightning_megatron.arguments import OneOf, Rules, at_least
-from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.config.counts import GATED
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem
 
 NORM_POSITIONS = ("after", "before")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_megatron.comm.collectives import copy_to_region, local_shard, reduce_from_region
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE
 from lightning_megatron.encoders.bert.config import BertConfig
-from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.norm import model_norm
+from lightning_megatron.layers.parts import Cache
 from lightning_megatron.layers.whole_linear import WholeLinear
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.transformer import Block, Embedding, Head
@@ -82,7 +82,7 @@ class PostNormBlock(Block):
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]``; arguments and result as of :class:`Block`."""
@@ -91,7 +91,7 @@ class PostNormBlock(Block):
         inputs = x, rotary, cache, key_mask
         out = run_part(plan, "attention", self.attention, *inputs, rng=self.rng, is_pure=is_pure)
         x = self.attention_norm(x + self.dropout(out))
-        out = run_part(plan, "mlp", self.mlp, x, rng=self.rng, is_pure=self._feeds_purely)
+        out, _ = run_part(plan, "mlp", self.mlp, x, rng=self.rng, is_pure=self.mlp.is_pure)
         return self.mlp_norm(x + self.dropout(out)), None
 
 

@@ -161,7 +161,7 @@ class T5Block(Block):
                 plan, "attention", self._attend_memory, x, *memory, memory_cache, rng=self.rng, is_pure=is_pure
             )
             x = x + self.dropout(out)
-        fed, _ = run_part(plan, "mlp", self._feed, x, rng=self.rng, is_pure=self._feeds_purely)
+        fed, _ = run_part(plan, "mlp", self._feed, x, rng=self.rng, is_pure=self.mlp.is_pure)
         return x + self.dropout(fed), None
 
     def _attend_own(self, x: Tensor, cache: KVCache | None, bias: Tensor | None) -> Tensor:

@@ -31,6 +31,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.documents import device_problem
 from lightning_megatron.errors import CheckpointError, ConfigError, Problem, problems_of
 from lightning_megatron.extensions import extension
+from lightning_megatron.layers.parts import part_problems
 from lightning_megatron.lightning import pretrained
 from lightning_megatron.lightning.pretrained.trained_tokenizer import TrainedTokenizer
 from lightning_megatron.lightning.validation.features import (
@@ -255,7 +256,9 @@ def layout_faults(job: Job) -> list[Problem]:
     found = [p for p in job.layout.problems(model=model, batch=job.batch) if p.argument not in by_split]
     if model is not None and not split.is_even:
         found += split.problems(model.num_layers, job.layout.pp, job.layout.vpp)
-    return found + (model.layout_problems(job.layout) if isinstance(model, TransformerConfig) else [])
+    if isinstance(model, TransformerConfig):
+        found += model.layout_problems(job.layout) + part_problems(model, job.layout)
+    return found
 
 
 def precision_faults(job: Job) -> list[Problem]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
-from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.config.counts import GATED
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.context_parallel.attention import CONTEXT_ATTENTION
 from lightning_megatron.device import CPU, CUDA, DeviceKind
 from lightning_megatron.layers.attention import HeadAttention

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from lightning_megatron.layers.attention import KVCache
+from lightning_megatron.layers.parts import Cache
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.models.generate import Sampling, choose
 from lightning_megatron.tools.evaluation.ranks import Batch, Ranks
@@ -81,14 +81,14 @@ class _Cached(_Whole):
     All texts have one length, and every call continues the same texts.
     """
 
-    _caches: list[KVCache] | None = None
+    _caches: list[Cache] | None = None
 
     def __call__(self, module: GPTModule, batch: Batch) -> Tensor:
         """Tokens ``[B, 1]``."""
         model = module.model
         assert model is not None
         if self._caches is None:
-            self._caches = [KVCache(model.config.window(int(number))) for number in model.layers]
+            self._caches = model.new_caches()
         logits: Tensor = model(batch["tokens"], caches=self._caches)
         return self._choose(logits[:, -1].float())
 

@@ -20,6 +20,7 @@ from lightning_megatron.checkpoint.formats.weight_map import (
     transposed,
     uncut,
 )
+from lightning_megatron.config.counts import GATED
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.hugging_face.tensors import (
     COLUMNS_OF_QKV,
@@ -33,7 +34,7 @@ from lightning_megatron.config.hugging_face.tensors import (
     TRANSPOSED,
     TensorRule,
 )
-from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 
 

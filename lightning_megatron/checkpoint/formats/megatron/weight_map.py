@@ -16,7 +16,8 @@ from lightning_megatron.checkpoint.formats.megatron.before_core import QKVOrder
 from lightning_megatron.checkpoint.formats.megatron.families import family_of_config
 from lightning_megatron.checkpoint.formats.megatron.names import LAYERS
 from lightning_megatron.checkpoint.formats.weight_map import WeightMap, WeightRule, same
-from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.config.counts import GATED
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 
 

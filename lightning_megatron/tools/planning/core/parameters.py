@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from lightning_megatron.config.counts import GATED
 from lightning_megatron.config.layout import ParallelLayout
-from lightning_megatron.config.transformer import GATED, TransformerConfig
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.stage import StageLayers
 from lightning_megatron.tools.planning.core.job import PlannedJob
 

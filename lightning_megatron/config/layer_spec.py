@@ -1,0 +1,22 @@
+"""The kind of a transformer layer, as data."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class LayerSpec(NamedTuple):
+    """The two parts of a layer, by name, so that a configuration is read without torch.
+
+    A class outside of this package is a part like any other: a family gives its configuration a class of its own, which
+    names the part in :meth:`TransformerConfig.layer_spec`.
+
+    Attributes:
+        mixer: class that mixes the tokens of a sequence, as ``module:name``; a subclass of ``layers.parts.Mixer``.
+        feed_forward: class that transforms each token, as ``module:name``; a subclass of ``layers.parts.FeedForward``.
+        window: number of tokens that a token sees in this layer, itself included; 0 for all.
+    """
+
+    mixer: str
+    feed_forward: str
+    window: int = 0
