@@ -36,8 +36,7 @@ HOUSES = {"tools": "tools", "encoders": "encoders", "testing": "helpers of tests
 FOR_TOOLS = re.compile(r"# (type|noqa|fmt|mypy|ruff)\b")
 LAYERS = {
     "the module": "layers",
-    "formulas of the configuration": "config/transformer.py",
-    "parameters in the planner": "tools/planning/core/parameters.py",
+    "formulas of the configuration": "config/counts.py",
     "memory and time in the planner": "tools/planning/memory",
     "the twin of a parity check": "tools/parity/twin.py",
 }

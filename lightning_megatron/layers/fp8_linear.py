@@ -345,7 +345,7 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
     kernels, selection = ops.choose_fp8()
     found = []
     for number, block in blocks.items():
-        for name, linear, multiple in _linears(block):
+        for name, linear, multiple in block_linears(block):
             excuse = selection.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
             if kernels is None or excuse is not None:
                 use_gemms(linear, PLAIN_GEMMS, Selection("linear_fp8", REFERENCE, str(excuse)))
@@ -374,7 +374,7 @@ class HasGroupedLinears(Protocol):
         ...
 
 
-def _linears(block: nn.Module) -> Iterator[tuple[str, HasGemms, int]]:
+def block_linears(block: nn.Module) -> Iterator[tuple[str, HasGemms, int]]:
     """Name, layer, and the number of which its rows must be a multiple; groups of rows have any length."""
     for name, module in block.named_modules():
         last = name.rpartition(".")[2]

@@ -1,10 +1,11 @@
-"""Parameters of a rank by formula, against the parameters that the model's configuration and layers have."""
+"""Parameters of a rank, against the parameters that the model's configuration counts and whole models have."""
 
 from __future__ import annotations
 
 from math import prod
 
 import pytest
+import torch
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
@@ -31,8 +32,8 @@ def whole_size(parameters: tuple[PlannedParameter, ...]) -> int:
     return sum(parameter.whole for parameter in parameters if not parameter.tied_copy)
 
 
-def size_of(kind: str, parameters: tuple[PlannedParameter, ...]) -> int:
-    return sum(parameter.size for parameter in parameters if parameter.kind == kind)
+def size_of(part: str, parameters: tuple[PlannedParameter, ...]) -> int:
+    return sum(parameter.size for parameter in parameters if f".{part}" in parameter.name)
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -69,8 +70,16 @@ def test_modules_for_further_tokens_are_on_the_last_stage_with_a_copy_of_the_emb
     job = PlannedJob(config, ParallelLayout(pp=2).resolve(2), 1024, 1, 1, split=LayerSplit(layout="balanced"))
     first, last = (parameters_of(job, rank) for rank in range(2))
     assert whole_size(first) + whole_size(last) == sum(expected)
-    assert [each.kind for each in last if each.tied_copy] == ["embedding"]
-    assert all(each.reduce_late for each in (*first, *last) if each.kind == "embedding")
+    assert [each.name for each in last if each.tied_copy] == ["embedding.word.weight"]
+    assert all(each.reduce_late for each in (*first, *last) if each.name == "embedding.word.weight")
+
+
+@pytest.mark.parametrize("name", ["gpt3-1.7b", "mixtral-8x7b"])
+def test_a_look_at_parameters_draws_no_random_number(name):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    parameters_of(job_of(name, 96, tp=2), 0)  # 96 ranks: not among the layouts of other tests
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_pipeline_ranks_hold_the_model_once():
@@ -81,7 +90,7 @@ def test_pipeline_ranks_hold_the_model_once():
 def test_a_tied_embedding_has_a_copy_on_the_last_stage():
     job = job_of("gpt3-7.5b", 8, pp=4)
     last = parameters_of(job, 3)[0]
-    assert last.kind == "embedding"
+    assert last.name == "embedding.word.weight"
     assert last.tied_copy
     assert last.reduce_late
     # 36 layers of 12 h^2 + 13 h and a final norm; rows of the vocabulary are padded to 128.

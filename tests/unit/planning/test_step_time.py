@@ -13,6 +13,7 @@ from lightning_megatron.mesh import axis_groups
 from lightning_megatron.models.presets import preset
 from lightning_megatron.tools.planning.core.device_file import Efficiency, load_device
 from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.core.parameters import rank_sizes
 from lightning_megatron.tools.planning.plan import plan_of
 from lightning_megatron.tools.planning.time.communication import (
     Group,
@@ -21,7 +22,7 @@ from lightning_megatron.tools.planning.time.communication import (
     repeated_communication,
 )
 from lightning_megatron.tools.planning.time.compute import joined_tokens, layer_work, output_layer
-from lightning_megatron.tools.planning.time.optimizer import dense_parameters, expert_parameters, optimizer_seconds
+from lightning_megatron.tools.planning.time.optimizer import optimizer_seconds
 from lightning_megatron.tools.planning.time.sizes import Sizes
 from lightning_megatron.tools.planning.time.software import Software, software_of
 from lightning_megatron.tools.planning.time.step import time_of
@@ -224,9 +225,8 @@ def test_parameters_of_all_ranks_are_those_of_the_model(model: str) -> None:
     config = MODELS[model]
     planned = PlannedJob(config, ParallelLayout().resolve(1), 1024, 1, 1)
     sizes = Sizes(planned)
-    stage = planned.stages[0]
     padding = (sizes.vocab_rows - config.vocab_size) * config.hidden_size * (1 if config.tie_embeddings else 2)
-    found = dense_parameters(sizes, stage) + expert_parameters(sizes, stage) - padding
+    found = sum(rank_sizes(config, planned.layout, planned.stages)) - padding
     assert found == config.num_parameters()
 
 

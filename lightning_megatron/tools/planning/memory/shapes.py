@@ -9,9 +9,9 @@ from math import gcd
 from lightning_megatron.config.counts import GATED
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.tools.planning.core.experts import expert_rows, gathers_tokens
 from lightning_megatron.tools.planning.core.job import AttentionKind, PlannedJob
-from lightning_megatron.tools.planning.core.parameters import padded_vocabulary
 
 LOGITS_CHUNK_BYTES = 32 << 20
 """Approximate size of the fp32 logits of a chunk, as in ``layers/cross_entropy.py``."""
@@ -264,7 +264,7 @@ class Shapes:
     @cached_property
     def vocabulary_rows(self) -> int:
         """Rows of the vocabulary on this rank, padding included."""
-        return padded_vocabulary(self.config, self.tp) // self.tp
+        return padded_vocab_size(self.config.vocab_size, self.tp, self.config.vocab_multiple) // self.tp
 
     @cached_property
     def logits_chunk(self) -> int:

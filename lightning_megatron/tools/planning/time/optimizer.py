@@ -13,33 +13,6 @@ HOST_BANDWIDTH = 5e9
 """Bytes a second from a sample in the host's memory to the device; token ids are few."""
 
 
-def dense_parameters(sizes: Sizes, stage: StageLayers) -> float:
-    """Parameters of a stage that all data-parallel ranks share, on one rank."""
-    config = sizes.config
-    norm = config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
-    small = 2.0 * norm + config.q_lora_rank + config.kv_lora_rank
-    if config.add_bias_linear:  # those of column-parallel layers are cut, those of row-parallel ones are not
-        small += 2 * config.hidden_size + sizes.gates * config.ffn_hidden_size / sizes.layout.tp
-        small += int(sizes.head_features + 2 * sizes.group_features)
-    layers, further = sizes.layers_of(stage), config.mtp_num_layers * stage.has_loss
-    with_experts = expert_layers(sizes, stage)
-    total = len(layers) * small + (len(layers) - with_experts) * sizes.dense_weights(False)
-    total += with_experts * sizes.dense_weights(True) if with_experts else 0.0
-    total += further * (2 * config.hidden_size**2 + 3 * norm)
-    if stage.has_embedding and config.position_embedding == "learned":
-        total += config.max_position_embeddings * config.hidden_size
-    total += norm * (stage.has_loss + (stage.has_embedding and config.embedding_norm))
-    table = sizes.vocab_rows * config.hidden_size
-    whole = stage.has_embedding and stage.has_loss and config.tie_embeddings
-    copy = further > 0 and not stage.has_embedding and not config.tie_embeddings
-    return total + table * ((stage.has_embedding + stage.has_loss) - whole + copy)
-
-
-def expert_parameters(sizes: Sizes, stage: StageLayers) -> float:
-    """Parameters of a stage's experts on one rank."""
-    return sizes.expert_weights * expert_layers(sizes, stage)
-
-
 def expert_layers(sizes: Sizes, stage: StageLayers) -> int:
     """Layers of a stage that have experts."""
     config = sizes.config

@@ -8,10 +8,10 @@ from functools import cached_property
 from lightning_megatron.config.counts import GATED
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
+from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.stage import StageLayers
 from lightning_megatron.tools.planning.core.experts import expert_rows
 from lightning_megatron.tools.planning.core.job import PlannedJob
-from lightning_megatron.tools.planning.core.parameters import padded_vocabulary
 
 
 @dataclass(frozen=True)
@@ -115,31 +115,4 @@ class Sizes:
     @cached_property
     def vocab_rows(self) -> float:
         """Rows of the embedding on a rank, with padding."""
-        return padded_vocabulary(self.config, self.layout.tp) / self.layout.tp
-
-    @cached_property
-    def attention_weights(self) -> float:
-        """Weights of a layer's attention on a rank; those that make latents are whole on each."""
-        config, whole = self.config, 0
-        if config.has_latents:
-            whole = config.hidden_size * (config.q_lora_rank + config.kv_lora_rank + config.rotary_dim)
-        return whole + (config.attention_weights - whole) / self.layout.tp
-
-    def feed_forward_weights(self, features: int, parts: int) -> float:
-        """Weights of a feed-forward layer of ``features`` on one of ``parts`` ranks."""
-        return self.config.hidden_size * features * (self.gates + 1) / parts
-
-    @cached_property
-    def expert_weights(self) -> float:
-        """Weights of a layer's experts on a rank."""
-        etp = self.layout.expert_tensor_parallel_size
-        one = self.feed_forward_weights(self.config.expert_ffn_hidden_size, etp)
-        return one * self.config.num_experts / self.layout.ep
-
-    def dense_weights(self, has_experts: bool) -> float:
-        """Weights of a layer on a rank that all data-parallel ranks share, norms left out."""
-        config, tp = self.config, self.layout.tp
-        if not has_experts:
-            return self.attention_weights + self.feed_forward_weights(config.ffn_hidden_size, tp)
-        shared = self.feed_forward_weights(config.moe_shared_expert_ffn_hidden_size, tp)
-        return self.attention_weights + shared + config.num_experts * config.hidden_size
+        return padded_vocab_size(self.config.vocab_size, self.layout.tp, self.config.vocab_multiple) / self.layout.tp

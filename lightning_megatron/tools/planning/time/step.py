@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_megatron.stage import StageLayers
 from lightning_megatron.tools.planning.core.device_file import DeviceSpec
 from lightning_megatron.tools.planning.core.job import PlannedJob
+from lightning_megatron.tools.planning.core.parameters import rank_sizes
 from lightning_megatron.tools.planning.core.term import Term
 from lightning_megatron.tools.planning.time.communication import (
     Exposed,
@@ -18,9 +19,7 @@ from lightning_megatron.tools.planning.time.compute import LayerWork, embedding,
 from lightning_megatron.tools.planning.time.gradients import Overlap, gradient_seconds
 from lightning_megatron.tools.planning.time.optimizer import (
     data_seconds,
-    dense_parameters,
     expert_layers,
-    expert_parameters,
     optimizer_seconds,
 )
 from lightning_megatron.tools.planning.time.pipeline import StageCosts, pipeline_seconds
@@ -127,9 +126,7 @@ def time_of(job: PlannedJob, device: DeviceSpec, software: Software | None = Non
         causes[axis] = m * sum(each.axes_forward[number] + each.axes_backward[number] for each in own)
     causes["pp"] = ran - ideal
     causes["bubble"] = ideal - m * free.work(rank)
-    held = [stage for stage in job.stages if stage.rank == rank]
-    dense = sum(dense_parameters(sizes, stage) for stage in held)
-    experts = sum(expert_parameters(sizes, stage) for stage in held)
+    dense, experts = rank_sizes(job.config, job.layout, job.stages_of(rank))
     beside = Overlap(sum(forward[rank::pp]), sum(backward[rank::pp]))
     causes["dp"], sent = gradient_seconds(sizes, device, dense, experts, beside)
     causes["optimizer"] = optimizer_seconds(sizes, device, dense, experts)
