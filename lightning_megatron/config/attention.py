@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_megatron.arguments import Rules, at_least
+from lightning_megatron.config.layer_spec import below
 from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.errors import Problem
 
@@ -19,6 +21,8 @@ ATTENTION_RULES: Rules = {
     "v_head_dim": at_least(0),
 }
 """Rules for single fields, in addition to their types."""
+SMALL_HEAD_DIM = 16
+"""Features of a head in a small model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,26 @@ class AttentionConfig:
         """Mean number of tokens that a token sees in a layer, in sequences of ``length``; itself counts half."""
         window = self.window(layer)
         return window - window**2 / (2 * length) if 0 < window < length else length / 2
+
+    def small_attention(self, layers: int, seq_length: int) -> dict[str, Any]:
+        """Fields of the same attention in a model of few features.
+
+        Args:
+            layers: number of layers of that model.
+            seq_length: tokens of its sequences.
+        """
+        found: dict[str, Any] = {"head_dim": SMALL_HEAD_DIM}
+        if self.has_latents:
+            found |= {
+                "kv_lora_rank": SMALL_HEAD_DIM,
+                "rope_head_dim": SMALL_HEAD_DIM // 2,
+                "v_head_dim": SMALL_HEAD_DIM,
+            }
+            found["q_lora_rank"] = SMALL_HEAD_DIM if self.q_lora_rank else 0
+        if self.sliding_window:
+            found["sliding_window"] = min(self.sliding_window, seq_length // 4)
+            found["sliding_window_layers"] = below(layers, self.sliding_window_layers)
+        return found
 
     def attention_problems(self, num_layers: int) -> list[Problem]:
         """Faults of fields that must fit together."""

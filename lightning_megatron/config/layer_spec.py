@@ -1,4 +1,4 @@
-"""The kind of a transformer layer, as data."""
+"""The kind of a transformer layer, and numbers of layers, as data."""
 
 from __future__ import annotations
 
@@ -20,3 +20,8 @@ class LayerSpec(NamedTuple):
     mixer: str
     feed_forward: str
     window: int = 0
+
+
+def below(layers: int, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of a list of layers that a model of ``layers`` layers has, or its last layer if there are none."""
+    return tuple(number for number in numbers if number < layers) or (layers - 1,) * bool(numbers)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, within
+from lightning_megatron.config.layer_spec import below
 from lightning_megatron.errors import Problem, divisors, nearest_to
 
 SCORES = ("softmax", "sigmoid")
@@ -135,6 +137,33 @@ class MoEConfig:
     def has_expert_bias(self) -> bool:
         """True if a bias affects which experts are chosen."""
         return self.moe_expert_bias or self.moe_expert_bias_update_rate > 0
+
+    def small_experts(self, ep: int, layers: int, features: int) -> dict[str, Any]:
+        """Fields of few experts; none where there are no experts.
+
+        No choice is dropped: a capacity applies to a rank's tokens, so the dropped choices would depend on the layout.
+
+        Args:
+            ep: ranks that share the experts.
+            layers: number of layers of the small model.
+            features: features inside an expert.
+        """
+        if not self.num_experts:
+            return {}
+        return {
+            "num_experts": 2 * ep,
+            "moe_router_topk": min(2, self.moe_router_topk),
+            "moe_layers": below(layers, self.moe_layers),
+            "moe_router_num_groups": 0,
+            "moe_router_group_topk": 0,
+            "moe_router_group_score_topk": 0,
+            "moe_ffn_hidden_size": features if self.moe_ffn_hidden_size else 0,
+            "moe_shared_expert_ffn_hidden_size": features if self.moe_shared_expert_ffn_hidden_size else 0,
+            "moe_input_jitter_eps": 0.0,
+            "moe_capacity_factor": 0.0,
+            "moe_capacity_bins": 0,
+            "moe_pad_to_capacity": False,
+        }
 
     def moe_problems(self) -> list[Problem]:
         """Faults of fields that must fit together."""

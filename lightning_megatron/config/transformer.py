@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lightning_megatron.arguments import OneOf, Rules, above, at_least, field_problems, unknown_name, within
-from lightning_megatron.config.attention import ATTENTION_RULES
+from lightning_megatron.config.attention import ATTENTION_RULES, SMALL_HEAD_DIM
 from lightning_megatron.config.counts import LayerCounts
 from lightning_megatron.config.layer_spec import LayerSpec
 from lightning_megatron.config.layout import ParallelLayout
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped")
+SMALL_VOCABULARY = 512
+"""Words of a small model."""
 POSITION_EMBEDDINGS = ("learned", "rope", "alibi", "none")
 
 RULES: Rules = {
@@ -318,6 +320,33 @@ class TransformerConfig(LayerCounts):
             if self.num_query_groups == self.num_attention_heads:
                 overrides.setdefault("num_query_groups", 0)
         return replace(self, **overrides)
+
+    def small(self, layout: ParallelLayout, seq_length: int) -> Self:
+        """A model of the same kind with the smallest sizes that a layout divides.
+
+        It has few heads, features, experts and words, and two layers or one for each stage. Dropout is off, since
+        replicas draw different random numbers.
+
+        Args:
+            seq_length: longest sequence.
+        """
+        groups = layout.tp * layout.cp  # all-to-all shares the heads over cp too
+        heads = groups if self.num_query_groups == self.num_attention_heads else 2 * groups
+        layers, hidden = max(2, layout.pp * layout.vpp), heads * SMALL_HEAD_DIM
+        changes: dict[str, Any] = {
+            "num_layers": layers,
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "hidden_size": hidden,
+            "ffn_hidden_size": 2 * hidden,
+            "vocab_size": SMALL_VOCABULARY,
+            "vocab_multiple": 1,
+            "max_position_embeddings": seq_length,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+        changes |= self.small_attention(layers, seq_length) | self.small_experts(layout.ep, layers, 2 * hidden)
+        return self.replace(**changes)
 
     @property
     def embeds_in_the_end(self) -> bool:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.config.layout import ParallelLayout
+from lightning_megatron.config.transformer import SMALL_VOCABULARY
 from lightning_megatron.errors import ConfigError, Problem
 from lightning_megatron.pipeline.partition import LayerSplit
-from lightning_megatron.tools.parity.twin import VOCABULARY, twin_config, twin_micro_batches, twin_seq_length
+from lightning_megatron.tools.parity.twin import twin_micro_batches, twin_seq_length
 from lightning_megatron.tools.planning.core.job import PlannedJob
 from lightning_megatron.tools.planning.settings import SPLIT_ARGUMENTS
 from lightning_megatron.tools.recipes.contents import arguments_of, class_of
@@ -70,7 +71,8 @@ def twin_recipe(recipe: Mapping[str, Any], job: PlannedJob, folder: Path, layout
     Raises:
         ConfigError: if the recipe's settings do not go with the small model.
     """
-    config, length = twin_config(job.config, layout), twin_seq_length(layout)
+    length = twin_seq_length(layout)
+    config = job.config.small(layout, length)
     small = replace(  # checks itself
         job,
         config=config,
@@ -111,7 +113,7 @@ def write_tokens(prefix: Path) -> None:
     draw = np.random.default_rng(0)
     with IndexedDatasetWriter(str(prefix), np.dtype(np.int32)) as writer:
         for _ in range(_DOCUMENTS):
-            writer.add_document(draw.integers(0, VOCABULARY, _LENGTH, dtype=np.int32), [_LENGTH])
+            writer.add_document(draw.integers(0, SMALL_VOCABULARY, _LENGTH, dtype=np.int32), [_LENGTH])
 
 
 def in_layout(

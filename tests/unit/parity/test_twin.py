@@ -12,7 +12,7 @@ from lightning_megatron.models.presets import PRESETS
 from lightning_megatron.tools.cli.recipes.job import Given, read_recipe
 from lightning_megatron.tools.cli.trials.parity import other_layout
 from lightning_megatron.tools.parity.recipe import Settings, in_layout, twin_recipe
-from lightning_megatron.tools.parity.twin import twin_config, twin_layout, twin_micro_batches, twin_seq_length
+from lightning_megatron.tools.parity.twin import twin_layout, twin_micro_batches, twin_seq_length
 from lightning_megatron.tools.recipes.contents import contents_of
 from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
@@ -37,7 +37,7 @@ EXPERTS = [(32, {"ep": 8, "tp": 1}), (32, {"tp": 4, "ep": 8, "etp": 1, "pp": 2})
 def test_a_twin_is_small_and_fits_its_layout(name: str, ranks: int, axes: dict[str, int]) -> None:
     whole = ParallelLayout(**axes).resolve(ranks)  # type: ignore[arg-type]
     layout = twin_layout(whole)
-    config = twin_config(PRESETS[name], layout)
+    config = PRESETS[name].small(layout, twin_seq_length(layout))
     length, micros = twin_seq_length(layout), twin_micro_batches(layout)
     shape = BatchShape(micros, 1, length, vocab_size=config.vocab_size)
     assert layout.problems(layout.world_size, config, shape) == []

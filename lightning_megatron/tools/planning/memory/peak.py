@@ -82,12 +82,16 @@ def most_loaded_ranks(job: PlannedJob) -> tuple[int, ...]:
 
     Of ranks with the same kind of stages, an earlier one has at least as many activations in flight.
     """
-    pp = job.layout.pp
+    pp, layers = job.layout.pp, job.config.layers
     seen: dict[tuple[object, ...], int] = {}
     for rank in range(pp):
         stages = job.stages_of(rank)
         kinds = tuple(
-            (sum(map(job.config.has_experts, stage.layers)), len(stage.layers), stage.has_embedding, stage.has_loss)
+            (
+                frozenset(Counter(job.config.layers[n] for n in stage.layers).items()),
+                stage.has_embedding,
+                stage.has_loss,
+            )
             for stage in stages
         )
         seen.setdefault(kinds, rank)
