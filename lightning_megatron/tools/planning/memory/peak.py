@@ -85,14 +85,9 @@ def most_loaded_ranks(job: PlannedJob) -> tuple[int, ...]:
     pp, layers = job.layout.pp, job.config.layers
     seen: dict[tuple[object, ...], int] = {}
     for rank in range(pp):
-        stages = job.stages_of(rank)
         kinds = tuple(
-            (
-                frozenset(Counter(job.config.layers[n] for n in stage.layers).items()),
-                stage.has_embedding,
-                stage.has_loss,
-            )
-            for stage in stages
+            (frozenset(Counter(layers[number] for number in stage.layers).items()), stage.has_embedding, stage.has_loss)
+            for stage in job.stages_of(rank)
         )
         seen.setdefault(kinds, rank)
     return tuple(sorted({*seen.values(), pp - 1}))
