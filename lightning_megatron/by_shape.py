@@ -1,32 +1,21 @@
 """Functions whose operations follow from the shapes of their arguments: calls with equal shapes do equal work.
 
 Blockwise attention, or a product for each expert, is thousands of small operations. Code that counts operations and
-needs no values can run such a function once for each set of shapes: it passes a runner to :func:`calls_go_to`. Without
-a runner the mark has no effect.
+needs no values can run such a function once for each set of shapes. The mark makes the function overridable like those
+of torch (https://docs.pytorch.org/docs/stable/torch.overrides.html): a ``TorchFunctionMode`` sees its calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Runner(Protocol):
-    """Callback that runs a marked function in place of its caller."""
-
-    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``function(*args, **kwargs)``."""
-        ...
-
-
-_RUNNER: ContextVar[Runner | None] = ContextVar("runner of functions by shape", default=None)
+_MARK = "depends_on_shapes"
 
 
 def by_shape(function: F) -> F:
@@ -38,19 +27,14 @@ def by_shape(function: F) -> F:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        runner = _RUNNER.get()
-        return function(*args, **kwargs) if runner is None else runner(function, args, kwargs)
+        if not torch.compiler.is_compiling() and has_torch_function(args):
+            return handle_torch_function(call, args, *args, **kwargs)
+        return function(*args, **kwargs)
 
+    setattr(call, _MARK, True)
     return call  # type: ignore[return-value]
 
 
-@contextmanager
-def calls_go_to(runner: Runner) -> Iterator[None]:
-    """Let ``runner`` execute the functions that :func:`by_shape` marks, within the block."""
-    token = _RUNNER.set(runner)
-    try:
-        yield
-    finally:
-        _RUNNER.reset(token)
+def is_by_shape(function: Callable[..., Any]) -> bool:
+    """True for a function that :func:`by_shape` has marked."""
+    return getattr(function, _MARK, False)

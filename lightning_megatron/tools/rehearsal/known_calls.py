@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from lightning_megatron.by_shape import Runner
+from lightning_megatron.by_shape import is_by_shape
 from lightning_megatron.tools.rehearsal.tracker import StorageTracker, Watched
 from lightning_megatron.tools.rehearsal.values import KnownValues, _tensors
 
@@ -65,13 +66,13 @@ class KnownCalls:
         """Number of kinds of calls that have run."""
         return len(self._known)
 
-    def of(self, tracker: StorageTracker, values: KnownValues) -> Runner:
-        """Runner of the calls of one rank."""
-        return _RunnerOfRank(self._known, tracker, values)
+    def of(self, tracker: StorageTracker, values: KnownValues) -> TorchFunctionMode:
+        """Mode in which the calls of one rank run."""
+        return CallsOfRank(self._known, tracker, values)
 
 
-class _RunnerOfRank:
-    """Runner of one rank.
+class CallsOfRank(TorchFunctionMode):
+    """Mode that runs or replays the marked functions of one rank; other functions run as they are.
 
     Args:
         known: effects of calls that have run; ``None`` for one that cannot be replayed.
@@ -80,9 +81,21 @@ class _RunnerOfRank:
     """
 
     def __init__(self, known: dict[Hashable, _Known | None], tracker: StorageTracker, values: KnownValues) -> None:
+        super().__init__()
         self._known, self._tracker, self._values = known, tracker, values
 
-    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch, or one that is marked."""
+        kwargs = kwargs or {}
+        if is_by_shape(func):
+            with self:  # torch leaves the mode for a call, and marked functions may be inside
+                return self.run(func.__wrapped__, args, kwargs)
+        if func is Tensor.backward:
+            with self:
+                return _backward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function, or replay an equal call."""
         key = function, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *_shapes((args, kwargs))
         try:
@@ -137,6 +150,17 @@ class _RunnerOfRank:
             storages[like.storage] = whole
             self._tracker.see(whole)
         return whole.view(like.dtype).as_strided(*like.place)
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """``Tensor.backward``, without its look for overrides."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _like(tensor: Tensor, number: int) -> _Like:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.by_shape import calls_go_to
 from lightning_megatron.layers.init import weights_follow
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.recorder.file_format import Kind
@@ -121,7 +120,7 @@ class FakeWorld:
             stack.enter_context(weights_follow())
             stack.enter_context(FakeTensorMode())
             stack.enter_context(self.tracker)
-            stack.enter_context(calls_go_to(self._calls.of(self.tracker, self.values)))
+            stack.enter_context(self._calls.of(self.tracker, self.values))
             yield
 
     def batch(self, values: dict[str, Tensor]) -> dict[str, Tensor]:

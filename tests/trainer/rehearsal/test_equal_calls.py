@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from lightning.pytorch import Trainer
 
-from lightning_megatron.by_shape import Runner
 from lightning_megatron.config.layout import BatchShape
 from lightning_megatron.lightning.modules.decoder import GPTModule
 from lightning_megatron.lightning.strategy.megatron import MegatronStrategy
-from lightning_megatron.tools.rehearsal.known_calls import KnownCalls
+from lightning_megatron.tools.rehearsal.known_calls import CallsOfRank, KnownCalls
 from lightning_megatron.tools.rehearsal.rehearse import rehearse
 from lightning_megatron.tools.rehearsal.result import Rehearsal
 from lightning_megatron.tools.rehearsal.tracker import StorageTracker
@@ -33,17 +32,30 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-class EveryCall(KnownCalls):
-    """Calls of which none is known, and their number."""
+class CountedCalls(CallsOfRank):
+    """Calls of one rank, each of which runs."""
 
     calls = 0
 
-    def of(self, tracker: StorageTracker, values: KnownValues) -> Runner:
-        def run(function: Any, args: Any, kwargs: Any) -> Any:
-            self.calls += 1
-            return function(*args, **kwargs)
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        self.calls += 1
+        return function(*args, **kwargs)
 
-        return run
+
+class EveryCall(KnownCalls):
+    """Calls of which none is known, and their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ranks: list[CountedCalls] = []
+
+    @property
+    def calls(self) -> int:
+        return sum(rank.calls for rank in self._ranks)
+
+    def of(self, tracker: StorageTracker, values: KnownValues) -> CallsOfRank:
+        self._ranks.append(CountedCalls({}, tracker, values))
+        return self._ranks[-1]
 
 
 def rehearsed(preset: str, calls: KnownCalls, rank: int) -> Rehearsal:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_megatron.by_shape import by_shape, calls_go_to
+from lightning_megatron.by_shape import by_shape
 from lightning_megatron.tools.rehearsal.known_calls import KnownCalls
 from lightning_megatron.tools.rehearsal.torch_private import FakeTensorMode
 from lightning_megatron.tools.rehearsal.tracker import StorageTracker
@@ -73,7 +73,7 @@ class Counted:
 def rehearsed(known: KnownCalls | None = None) -> Iterator[tuple[StorageTracker, Counted, KnownCalls]]:
     values, known = KnownValues(lambda: None), KnownCalls() if known is None else known
     tracker = StorageTracker(Nowhere(), values)
-    with FakeTensorMode(), tracker, torch.no_grad(), calls_go_to(known.of(tracker, values)):
+    with FakeTensorMode(), tracker, torch.no_grad(), known.of(tracker, values):
         yield tracker, Counted(), known
 
 
