@@ -138,7 +138,8 @@ class BatchWatch:
         Raises:
             DataError: for a fault that all ranks find, since there is one replica.
         """
-        self._moved = batch, loader
+        if self._has_peers:
+            self._moved = batch, loader
         if not isinstance(module, ChecksBatches) or (fault := module.batch_fault(batch)) is None:
             return batch
         if self._mesh.dp.size == 1:
