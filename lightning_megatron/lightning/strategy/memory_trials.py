@@ -8,7 +8,7 @@ trial all ranks agree before each collective; a rank that is out of memory votes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,6 +19,9 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.errors import described
 from lightning_megatron.mesh import ParallelMesh
+
+
+_NO_SEARCH = nullcontext()
 
 
 class TrialOutOfMemoryError(torch.OutOfMemoryError):
@@ -52,7 +55,7 @@ class MemoryTrials:
         Raises:
             TrialOutOfMemoryError: on all ranks, in a trial that is too large for any of them.
         """
-        if not self.is_on:
+        if self._trainer is None or not self.is_on:
             return
         assert self._mesh is not None
         rank = self._mesh.rank
@@ -62,13 +65,16 @@ class MemoryTrials:
             # Lightning's search looks for these words of CUDA's, on every kind of device.
             raise TrialOutOfMemoryError(f"CUDA or another device is out of memory on rank {worst}{own}") from error
 
-    @contextmanager
-    def part(self) -> Iterator[None]:
+    def part(self) -> AbstractContextManager[None]:
         """Context of a part of a trial that may be out of memory, on one rank or on several.
 
         Raises:
             TrialOutOfMemoryError: as :meth:`agree`.
         """
+        return _NO_SEARCH if self._trainer is None else self._part()
+
+    @contextmanager
+    def _part(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -76,13 +82,16 @@ class MemoryTrials:
                 raise
             self.agree(error)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Context of an optimizer step, in which no smaller batch would help, and ranks are amid collectives.
 
         Raises:
             RuntimeError: if this rank is out of memory in a trial of several ranks.
         """
+        return _NO_SEARCH if self._trainer is None else self._step()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
