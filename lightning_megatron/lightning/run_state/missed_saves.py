@@ -10,7 +10,7 @@ from lightning_megatron.lightning.compat._private import steps_between_saves
 
 
 def warn_of_missed_saves(trainer: Trainer, step: int) -> None:
-    """Warn, before a batch, if the ``step`` before it (the same on all ranks) should have been saved but had no metric."""
+    """Warn, before a batch, if ``step``, the one before it, should have been saved but had no metric; on all ranks."""
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or step == 0:
             continue

@@ -73,7 +73,8 @@ class StepEngine:
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             with self._context():
                 output = step()
-            scale_with_tokens(backward_scale, num_tokens_in(output, module))
+            if (tokens := num_tokens_in(output, module)) is not None:
+                scale_with_tokens(backward_scale, tokens)
             self.mark_step()
             return output
 

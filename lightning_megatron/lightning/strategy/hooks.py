@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,22 +265,21 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints.writer.catch_up()
         trainer = self._ranks.module.trainer
         self._params.follow_trainer(trainer, self.precision_plugin, self.micro_batch_size)
-        warn_of_missed_saves(trainer, step := trainer.global_step)
+        self._ranks.recorder.main.step = step = trainer.global_step
+        warn_of_missed_saves(trainer, step)
         if (mesh := self.mesh).is_distributed:
             self._validated = agree_to_validate(trainer, self._validated)
         self._start.forecast.measure(type(self).__name__, step, self.engine.device, mesh.pp.rank)
         self._terminal.count(trainer, batch_idx)
 
-    @contextmanager
-    def watching_batches(self) -> Generator[None, None, None]:
-        """Bracket a step, which all ranks take: a fault in the batch of any rank is raised at its end.
+    def watching_batches(self) -> AbstractContextManager[None]:
+        """Bracket a training step, which all ranks take: a fault in the batch of any rank is raised at its end.
 
         Raises:
             DataError: on all ranks.
         """
         assert self._batches is not None
-        with self._ranks.trials.part(), self._batches.step(self.lightning_module):
-            yield
+        return self._ranks.trials.part(self._batches.step(self.lightning_module))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Check a batch while it is on the host, then move it.
@@ -300,16 +299,15 @@ class StrategyHooks(ParallelStrategy):
 
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
-        module, optimizers, engine, watch = self._ranks.module, self._params.optimizers, self.engine, self._batches
+        module, optimizers, engine = self._ranks.module, self._params.optimizers, self.engine
         assert optimizers is not None
-        assert watch is not None
         batch, *rest = [*args, *kwargs.values()]
         trainer, is_automatic = module.trainer, module.automatic_optimization
         batches = trainer.accumulate_grad_batches
         micro_batches = engine.split(batch, trainer) if is_automatic else None
         optimizers.begin_batch(trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
         self._params.share_buffers(trainer, sends_gradients=not self._accumulating)
-        with self._ranks.trials.part(), watch.step(module), self._graphs.batch("training", batch):
+        with self.watching_batches(), self._graphs.batch("training", batch):
             scale = self.precision_plugin.scale_of_loss() / (batches if is_automatic else 1)
             if micro_batches is None:
                 output = engine.plain_step(module, partial(module.training_step, *args, **kwargs), scale)
@@ -335,7 +333,7 @@ class StrategyHooks(ParallelStrategy):
             self.precision_plugin.pre_backward(closure_loss, module)
             return self.precision_plugin.post_backward(closure_loss, module)
         optimizers.begin_backward()
-        with trials.part(), optimizers.lightnings_backward(last):
+        with trials.part(optimizers.lightnings_backward(last)):
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self.engine.mark_step()
         trials.agree()

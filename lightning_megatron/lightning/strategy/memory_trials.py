@@ -20,8 +20,7 @@ from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.errors import described
 from lightning_megatron.mesh import ParallelMesh
 
-
-_NO_SEARCH = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class TrialOutOfMemoryError(torch.OutOfMemoryError):
@@ -65,18 +64,19 @@ class MemoryTrials:
             # Lightning's search looks for these words of CUDA's, on every kind of device.
             raise TrialOutOfMemoryError(f"CUDA or another device is out of memory on rank {worst}{own}") from error
 
-    def part(self) -> AbstractContextManager[None]:
-        """Context of a part of a trial that may be out of memory, on one rank or on several.
+    def part(self, inner: AbstractContextManager[None] = _NO_CONTEXT) -> AbstractContextManager[None]:
+        """Context of a part of a trial that may be out of memory, on one rank or on several, around another context.
 
         Raises:
             TrialOutOfMemoryError: as :meth:`agree`.
         """
-        return _NO_SEARCH if self._trainer is None else self._part()
+        return inner if self._trainer is None else self._part(inner)
 
     @contextmanager
-    def _part(self) -> Iterator[None]:
+    def _part(self, inner: AbstractContextManager[None]) -> Iterator[None]:
         try:
-            yield
+            with inner:
+                yield
         except RuntimeError as error:
             if not self.is_on or not _is_news(error):
                 raise
@@ -88,7 +88,7 @@ class MemoryTrials:
         Raises:
             RuntimeError: if this rank is out of memory in a trial of several ranks.
         """
-        return _NO_SEARCH if self._trainer is None else self._step()
+        return _NO_CONTEXT if self._trainer is None else self._step()
 
     @contextmanager
     def _step(self) -> Iterator[None]:

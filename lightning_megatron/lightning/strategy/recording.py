@@ -31,7 +31,7 @@ from lightning_megatron.recorder.recorder import Recorder, Span, note_process_st
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 from lightning_megatron.recorder.watch import PeerWatch
 
-_PARTS = (Kind.TRAINING_STEP, Kind.BACKWARD)
+_PARTS = (Kind.OPTIMIZER_STEP, Kind.TRAINING_STEP, Kind.BACKWARD)
 _TOGETHER = timedelta(seconds=3)
 """Time within which ranks that fail together raise their errors; a rank that does not is then ended by its watch."""
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
     def around(method: Method) -> Method:
         @wraps(method)
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.during(kind):
+            with self._record.during(kind):
                 return method(self, *args, **kwargs)
 
         return cast(Method, inside)
@@ -83,7 +83,7 @@ class ActionRecord:
         action_log, module = self._ranks.recorder.main, self._strategy.lightning_module
         if self._marks is not None:
             self._marks.end()
-        # Automatic optimization runs these within the optimizer's step, which has written its number.
+        # Automatic optimization runs these once a batch, at the begin of which the strategy has written the number.
         is_part = kind in _PARTS and module is not None and module.automatic_optimization
         if not is_part and (trainer := trainer_of(module)) is not None:
             action_log.step = trainer.global_step

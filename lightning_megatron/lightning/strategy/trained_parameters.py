@@ -133,7 +133,8 @@ class TrainedParameters:
                 optimizer.take_kept(kept)
                 optimizer.refresh_params()
         self._narrow = None if mode.main is None else mode.params
-        precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
+        check = found.check_replicas if mesh.tp.size > 1 else None
+        precision.manage(self.sharded, check, watched, found.finite_checks)
 
     def begin_evaluation(self, trainer: Trainer) -> None:
         """Outside of a fit, make buffers equal on all ranks: a fit before has left each rank those of its last step."""
@@ -155,8 +156,9 @@ class TrainedParameters:
 
     def share_buffers(self, trainer: Trainer, *, sends_gradients: bool) -> None:
         """Broadcast buffers before a batch of training or a validation, see :class:`BufferSync`."""
-        is_everywhere = trainer.training or not may_stay_away(trainer, self._ranks.layout)
-        if self.buffers is not None and is_everywhere:
+        if self.buffers is None or not self.buffers.are_sent:
+            return
+        if trainer.training or not may_stay_away(trainer, self._ranks.layout):
             self.buffers.begin(sends_gradients)
 
     def finish_gather(self) -> None:

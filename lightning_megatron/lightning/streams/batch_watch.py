@@ -18,7 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -42,7 +42,6 @@ EVERY = 100
 _ALONE = nullcontext()
 
 
-@runtime_checkable
 class ChecksBatches(Protocol):
     """A module that can find faults of a batch."""
 
@@ -142,7 +141,7 @@ class BatchWatch:
         """
         if self._has_peers:
             self._moved = batch, loader
-        if not isinstance(module, ChecksBatches) or (fault := module.batch_fault(batch)) is None:
+        if not _checks_batches(module) or (fault := module.batch_fault(batch)) is None:
             return batch
         if self._mesh.dp.size == 1:
             raise DataError(fault)
@@ -168,7 +167,7 @@ class BatchWatch:
             self.compare()
         self._begun = None
         self._trained += 1
-        if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
+        if self._mesh.dp.size > 1 and _checks_batches(module):
             vote = torch.tensor(int(self._fault is not None))
             self._vote = start_all_reduce_in_place(vote, self._mesh.host, MAX)
         yield
@@ -179,6 +178,11 @@ class BatchWatch:
             own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
             self._fault = None
             raise DataError("; ".join(dict.fromkeys(filter(None, all_gather_object(self._mesh, own)))))
+
+
+def _checks_batches(module: object) -> TypeGuard[ChecksBatches]:
+    """True for a module that can find faults; a look at its class, as each batch asks for it."""
+    return hasattr(type(module), "batch_fault")
 
 
 def _reads_iterator(module: LightningModule) -> bool:
