@@ -294,8 +294,7 @@ class MegatronPrecision(Precision):
         Raises:
             NonFiniteError: on all ranks.
         """
-        check = self._finite_checks.get(sharded)
-        if check is None:
+        if (check := self._finite_checks.get(sharded)) is None:
             return
         can_shrink = self.loss_scale is not None and self.loss_scale.scale > self.loss_scale.minimum
         if self.step_gate is not None or (overflow and can_shrink):
