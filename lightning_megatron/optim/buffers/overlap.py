@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class GradReducer:
         self._queue += [b for b in buckets if b not in self._late]
         for i, bucket in enumerate(buckets, first):
             for k, slot in enumerate(bucket.slots):
-                self._handles.append(_hooked(slot.owned.param, _grad_hook(WeakMethod(self._arrived), i, k)))
+                self._handles.append(_hooked(slot.owned.param, _grad_hook(ref(self), i, k)))
 
     def hook_last(self, has_others: Callable[[Tensor], bool]) -> None:
         """Let hooks that parameters have got besides ours run first, as they may change gradients that ours sends."""
@@ -351,12 +351,12 @@ def _hooked(param: nn.Parameter, hook: Callable[[Tensor], None]) -> _Hooked:
     return param, hook, param.register_post_accumulate_grad_hook(hook)
 
 
-def _grad_hook(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:
+def _grad_hook(reducer: ref[GradReducer], bucket: int, slot: int) -> Callable[[Tensor], None]:
     # Python's garbage collector does not see these hooks in torch: one that refers to its parameter would keep the
     # model, its optimizer and their process groups alive as long as the process. Hence the weak reference.
     def hook(_: Tensor) -> None:
-        method = arrived()
-        if method is not None:
-            method(bucket, slot)
+        found = reducer()
+        if found is not None:
+            found._arrived(bucket, slot)
 
     return hook

@@ -117,7 +117,10 @@ class Slot:
             values = grad.detach()  # a backward with create_graph=True leaves a graph
             if self.aliased:
                 self.grad.copy_(values.to_dense())
-                set_grad(param, self.grad)
+                if self.grad.dtype == param.dtype:
+                    param.grad = self.grad
+                else:
+                    set_grad(param, self.grad)
             else:
                 self.grad.add_(values)
                 param.grad = None
