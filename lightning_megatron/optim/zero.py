@@ -134,17 +134,19 @@ class ShardedOptimizer(ShardedState):
         self.buffers += buffers
         mains = {bucket: MainValues(bucket, self._config.main_dtype, whole=not self.is_flat) for bucket in buckets}
         self._mains |= mains
-        added = [(bucket, slot) for bucket in mains for slot in bucket.slots]
-        self._slots += added
-        self._places |= {id(slot.owned.param): partial(self._reducer.place, bucket, slot) for bucket, slot in added}
-        self._shows_grads = all(slot.aliased or slot.keeps_param_grad for _, slot in self._slots)
-        self._only_copies = not any(main.is_view for main in self._mains.values())
-        self._assigned |= {id(slot.owned.param) for bucket in buckets for slot in bucket.slots}
+        self._add_slots([(bucket, slot) for bucket in mains for slot in bucket.slots])
         self._move_state(mains)
         self._reducer.add(buckets)
         self._gather.add(buckets[::-1])
         if self._model is not None:
             self._gather.install(self._model)
+
+    def _add_slots(self, added: list[tuple[Bucket, Slot]]) -> None:
+        self._slots += added
+        self._places |= {id(slot.owned.param): partial(self._reducer.place, bucket, slot) for bucket, slot in added}
+        self._assigned |= {id(slot.owned.param) for _, slot in added}
+        self._shows_grads = all(slot.aliased or slot.keeps_param_grad for _, slot in self._slots)
+        self._only_copies = not any(main.is_view for main in self._mains.values())
 
     def _has_copies(self) -> bool:
         """True if all main values have their own dtype; then no plain torch run exists to match bit for bit."""
