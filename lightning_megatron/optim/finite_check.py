@@ -99,11 +99,11 @@ class FiniteCheck:
         self._losses.clear()
         self._grads.clear()
 
-    def __call__(self, step: int, norm: Tensor | None = None) -> None:
+    def __call__(self, step: Callable[[], int], norm: Tensor | None = None) -> None:
         """Run the check, between the last change of the gradients and the step. Every rank must call this.
 
         Args:
-            step: number of the step, for the error text.
+            step: function that returns the number of the step, for the error text.
             norm: norm of the gradients that the step will use, if it is known.
 
         Raises:
@@ -130,7 +130,7 @@ class FiniteCheck:
         anybody = all_reduce_max(bad.float(), self._mesh.world).to(torch.int32)
         numbers = torch.cat([anybody.view(1), *found])
         self.finish()
-        self._pending = step, results, devices.begin_read(numbers)
+        self._pending = step(), results, devices.begin_read(numbers)
         if self._at_once:
             self.finish()
 

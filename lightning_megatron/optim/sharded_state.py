@@ -85,8 +85,9 @@ class ShardedState:
         groups: list[list[MainParam]] = [[] for _ in self.optimizer.param_groups]
         for bucket, main in self._mains.items():
             groups[bucket.key.group] += main.parts
-        for parts in groups:
-            parts.sort(key=lambda part: 0 if part.owned is None else self._position[id(part.owned.param)])
+        if not self.is_flat:
+            for parts in groups:
+                parts.sort(key=lambda part: 0 if part.owned is None else self._position[id(part.owned.param)])
         return groups
 
     @property

@@ -99,6 +99,8 @@ class ShardedOptimizer(ShardedState):
         self._assigned: set[int] = set()
         self._model: nn.Module | None = None
         self.buffers: list[FlatBuffer] = []
+        self._slots: list[tuple[Bucket, Slot]] = []
+        self._places: dict[int, Callable[[], GradPlace | None]] = {}
         self._reducer = GradReducer(mesh.tp, dtype=config.reduce_dtype, overlap=config.overlap_grad_reduce)
         self._gather = ParamGather(overlap=config.overlap_param_gather)
         self._unused = UnusedParams()
@@ -109,9 +111,11 @@ class ShardedOptimizer(ShardedState):
 
     def add_new_params(self) -> None:
         """Add parameters that were unfrozen, or belong to a group that was added, since the last call."""
-        groups = self.optimizer.param_groups
-        if any(p.requires_grad and id(p) not in self._assigned for group in groups for p in group["params"]):
-            self._add_params()
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and id(param) not in self._assigned:
+                    self._add_params()
+                    return
 
     def holds(self, param: Tensor) -> bool:
         """True for a parameter that it updates."""
@@ -130,19 +134,23 @@ class ShardedOptimizer(ShardedState):
         self.buffers += buffers
         mains = {bucket: MainValues(bucket, self._config.main_dtype, whole=not self.is_flat) for bucket in buckets}
         self._mains |= mains
-        self._assigned |= {id(slot.owned.param) for bucket in buckets for slot in bucket.slots}
+        self._add_slots([(bucket, slot) for bucket in mains for slot in bucket.slots])
         self._move_state(mains)
         self._reducer.add(buckets)
         self._gather.add(buckets[::-1])
         if self._model is not None:
             self._gather.install(self._model)
 
+    def _add_slots(self, added: list[tuple[Bucket, Slot]]) -> None:
+        self._slots += added
+        self._places |= {id(slot.owned.param): partial(self._reducer.place, bucket, slot) for bucket, slot in added}
+        self._assigned |= {id(slot.owned.param) for _, slot in added}
+        self._shows_grads = all(slot.aliased or slot.keeps_param_grad for _, slot in self._slots)
+        self._only_copies = not any(main.is_view for main in self._mains.values())
+
     def _has_copies(self) -> bool:
         """True if all main values have their own dtype; then no plain torch run exists to match bit for bit."""
-        return not any(main.is_view for main in self._mains.values())
-
-    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
-        return ((bucket, slot) for bucket in self._mains for slot in bucket.slots)
+        return self._only_copies
 
     def group_names(self) -> list[list[str]]:
         """Global names of the parameters in each of the user's groups, in the user's order; frozen ones too."""
@@ -161,6 +169,10 @@ class ShardedOptimizer(ShardedState):
         return all(group == sorted(group, key=place.__getitem__) for group in self.group_names())
 
     # Gradients
+
+    def declare_last(self, last: bool) -> None:
+        """Declare that the coming backward is the last of the step, see :meth:`last_backward`, or that it is over."""
+        self._reducer.is_last_backward = last
 
     def last_backward(self, last: bool = True) -> AbstractContextManager[None]:
         """Context manager around the last backward of the step for the parameters that it reaches; sends their buckets.
@@ -181,7 +193,7 @@ class ShardedOptimizer(ShardedState):
 
     def places(self) -> dict[int, Callable[[], GradPlace | None]]:
         """For each parameter, by ``id``, a function that returns the place of its gradient during a backward."""
-        return {id(slot.owned.param): partial(self._reducer.place, bucket, slot) for bucket, slot in self._slots()}
+        return self._places
 
     def zero_grads(self) -> None:
         """Begin gradient accumulation: all gradients are zero, and ``param.grad`` is ``None``."""
@@ -190,7 +202,7 @@ class ShardedOptimizer(ShardedState):
         for main in self._mains.values():
             for part in main.parts:
                 part.param.grad = None
-        for _, slot in self._slots():
+        for _, slot in self._slots:
             slot.clear()
 
     def continue_accumulation(self) -> None:
@@ -200,16 +212,21 @@ class ShardedOptimizer(ShardedState):
     @property
     def shows_grads(self) -> bool:
         """True if ``param.grad`` is the accumulated gradient; otherwise it is ``None`` between backwards."""
-        return all(slot.aliased or slot.keeps_param_grad for _, slot in self._slots())
+        return self._shows_grads
+
+    @property
+    def is_trained(self) -> bool:
+        """True if any of its parameters needs a gradient now."""
+        return any(slot.owned.param.requires_grad for _, slot in self._slots)
 
     @property
     def slots(self) -> list[Slot]:
         """The slots of all parameters."""
-        return [slot for _, slot in self._slots()]
+        return [slot for _, slot in self._slots]
 
     def main_grad(self, name: str) -> Tensor:
         """The accumulated gradient of a parameter, in its shape; after the reduction only the own share is valid."""
-        slot = next(slot for _, slot in self._slots() if slot.owned.name == name)
+        slot = next(slot for _, slot in self._slots if slot.owned.name == name)
         slot.attach()
         return slot.grad
 
@@ -220,14 +237,17 @@ class ShardedOptimizer(ShardedState):
             RuntimeError: for a gradient that was replaced where it has to be averaged first.
         """
         self.add_new_params()
-        for bucket, slot in self._slots():
+        is_any = is_any_shared = False
+        for bucket, slot in self._slots:
             shared = bucket.axis.size > 1
             if shared and slot.is_replaced:
                 raise_replaced_grad(slot)
             slot.write_to_buffer(sent=shared and bucket.reduce_started)
+            is_any, is_any_shared = is_any or shared or slot.has_grad, is_any_shared or shared
         self._reducer.complete, self.grads_are_unscaled = True, False
-        if any(slot.has_grad or bucket.axis.size > 1 for bucket, slot in self._slots()):
+        if is_any:
             self._reducer.finish()
+        if is_any_shared:
             self._unused.find_remote_grads(self._mains.values())
         for main in self._mains.values():
             main.assign_grads(self.state)
@@ -245,8 +265,9 @@ class ShardedOptimizer(ShardedState):
 
     def _copy_edited_grads(self) -> None:
         """Copy gradients that a hook has replaced or set to ``None`` after the reduction."""
-        for main in self._mains.values():
-            copy_edited_grads(main, self.state)
+        if [slot for _, slot in self._slots if slot.is_edited]:
+            for main in self._mains.values():
+                copy_edited_grads(main, self.state)
 
     def gradients_of(self, wanted: Callable[[ParamSpec], bool]) -> list[tuple[str, Tensor]]:
         """Name and mean gradient ``[n]`` of every range that this rank holds; zeros where no backward has run.
@@ -280,7 +301,8 @@ class ShardedOptimizer(ShardedState):
     def updated_tensors(self) -> Iterator[tuple[Bucket, nn.Parameter, int]]:
         """The main parameters that the optimizer updates: bucket, tensor, and the index of its first element."""
         for bucket, main in self._mains.items():
-            yield from ((bucket, part.param, bucket.own_start + part.start) for part in main.parts)
+            for part in main.parts:
+                yield bucket, part.param, bucket.own_start + part.start
 
     def grad_norm(self) -> Tensor:
         """L2 norm of the whole model's gradient, each element counted once: equal on all ranks, of ``norm_dtype``."""
@@ -353,7 +375,8 @@ class ShardedOptimizer(ShardedState):
         """Copy main values into the parameters and begin to gather the shares of all ranks; after a step."""
         for main in self._mains.values():
             main.drop_converted()
-            main.to_params()
+            if not main.is_view:
+                main.to_params()
         self._gather.start()
 
     def finish_param_gather(self) -> None:
@@ -399,10 +422,12 @@ class ShardedOptimizer(ShardedState):
         self._reducer.close()
         self._gather.close()
         self.copy_written_values()
-        for _, slot in self._slots():
+        for _, slot in self._slots:
             slot.release()
         self.state.clear()
         self._mains.clear()
+        self._slots.clear()
+        self._places.clear()
         self.buffers.clear()
         self._named.clear()
         self._assigned.clear()

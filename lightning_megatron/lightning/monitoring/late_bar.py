@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_megatron.device import CPU, begin_read
+from lightning_megatron.lightning.compat.skipped_hooks import skip
 from lightning_megatron.mesh import Axis
 from lightning_megatron.recorder.file_format import Kind
 
@@ -24,9 +25,14 @@ class LateBar(Callback):
         self._world, self._name = world, ""
         self._read: Callable[[], list[float]] | None = None
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look if the module names a metric."""
+        self._name = getattr(pl_module, "shown_late", "")
+        if not self._name:
+            skip(self, "on_train_batch_end")
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any) -> None:
         """Show a value that is known by now."""
-        self._name = getattr(pl_module, "shown_late", "")
         value = trainer.callback_metrics.get(self._name)
         if value is not None:
             before, self._read = self._read, begin_read(value.reshape(1))

@@ -40,7 +40,9 @@ class Terminal:
 
     def count(self, trainer: Trainer, done: int) -> None:
         """Set the bar's total to all batches, the ``done`` ones included: Lightning sets it to the number left."""
-        bar, total, size = trainer.progress_bar_callback, trainer.num_training_batches, trainer.accumulate_grad_batches
+        if (bar := trainer.progress_bar_callback) is None:
+            return
+        total, size = trainer.num_training_batches, trainer.accumulate_grad_batches
         if trainer.max_steps > 0:
             total = min(total, done + (trainer.max_steps - trainer.global_step) * size - done % size)
         known = None if total == float("inf") else total

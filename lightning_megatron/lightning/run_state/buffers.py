@@ -21,6 +21,9 @@ class BufferSync:
 
     Metrics are left out, because their states differ until they are computed. So are modules of this package, which
     keep their buffers equal themselves. Without other buffers at the start of the fit, nothing is ever sent.
+
+    Attributes:
+        are_sent: False on one rank, and without such buffers.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
@@ -28,7 +31,8 @@ class BufferSync:
         metrics: set[nn.Module] = {part for part in module.modules() if isinstance(part, Metric)}
         parts = module.named_modules(metrics) if mesh.is_distributed else ()
         self._parts = [(name, part) for name, part in parts if part is module or not _is_ours(part)]
-        if not self._buffers():
+        self.are_sent = bool(self._buffers())
+        if not self.are_sent:
             self._parts.clear()
         self._shared: set[str] = set()  # names of the buffers that every stage has
         if mesh.pp.size > 1:

@@ -9,9 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_megatron.lightning.compat._private import steps_between_saves
 
 
-def warn_of_missed_saves(trainer: Trainer) -> None:
-    """Warn, before a batch, if the step before it (the same on all ranks) should have been saved but had no metric."""
-    step = trainer.global_step
+def warn_of_missed_saves(trainer: Trainer, step: int) -> None:
+    """Warn, before a batch, if ``step``, the one before it, should have been saved but had no metric; on all ranks."""
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or step == 0:
             continue

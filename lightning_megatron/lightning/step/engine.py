@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_megatron.comm.objects import broadcast_object
+from lightning_megatron.device import is_lazy, mark_step
 from lightning_megatron.lightning.step.grad_reduction import declared_batch_size
 from lightning_megatron.lightning.step.log_capture import LogSync
 from lightning_megatron.lightning.step.metric_sync import MetricSync
@@ -30,11 +31,14 @@ from lightning_megatron.stage import BackwardScale, StageBoundary
 class StepEngine:
     """Runs a user's step methods, over micro-batches and pipeline stages where there are several.
 
+    Attributes:
+        device: device of the model.
+
     Args:
         boundary: boundary of pipeline stages; ``None`` without a pipeline.
         schedule: name of the pipeline schedule.
         micro_batch_size: samples of one forward; ``None`` for the whole batch.
-        device: device of activations.
+        device: device of the model and its activations.
         dtype: dtype of activations between stages.
         context: function that returns a context manager for each forward of ``training_step``.
     """
@@ -49,8 +53,8 @@ class StepEngine:
         dtype: torch.dtype,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._context = context
-        self._mesh, self._device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
+        self._context, self._is_lazy = context, is_lazy(device)
+        self._mesh, self.device, self._schedule, self._size = mesh, device, schedule, micro_batch_size
         self._is_pipeline, self._shares_outputs = boundary is not None, False
         self._boundary = boundary or StageBoundary(1)  # without a pipeline, only its loss scale is used
         self._boundary.begin = mesh.rng.begin_stage  # every stage has drawn alike before the model's call
@@ -69,8 +73,15 @@ class StepEngine:
         with self._mesh.pp.during(Kind.FORWARD), self._boundary.at(0, None, scale) as backward_scale:
             with self._context():
                 output = step()
-            scale_with_tokens(backward_scale, num_tokens_in(output, module))
+            if (tokens := num_tokens_in(output, module)) is not None:
+                scale_with_tokens(backward_scale, tokens)
+            self.mark_step()
             return output
+
+    def mark_step(self) -> None:
+        """Run the ops that a lazy device has collected."""
+        if self._is_lazy:
+            mark_step(self.device)
 
     def watch(self, module: LightningModule) -> None:
         """Synchronize the torchmetrics objects of a module over ranks, and look if a hook reads outputs of a step."""
@@ -112,7 +123,7 @@ class StepEngine:
         work = TrainingWork(module, micro_batches, rest, self._boundary, scale, self._context)
         layout, rank = self._mesh.layout, self._mesh.pp.rank
         plan = training_plan(self._schedule, layout.pp, layout.vpp, len(micro_batches), rank)
-        with kept_generators(self._device) if self._is_pipeline else nullcontext():
+        with kept_generators(self.device) if self._is_pipeline else nullcontext():
             self._runtime.run(plan, work, nullcontext if optimizers is None else optimizers.last_backward)
         if optimizers is not None:
             optimizers.sum_tied()
@@ -123,7 +134,7 @@ class StepEngine:
     def _on_all_stages(self, output: Any) -> Any:
         """Output of the last pipeline stage, without its graph."""
         own = apply_to_collection(output, torch.Tensor, torch.Tensor.detach)
-        return broadcast_object(own, self._mesh.pp, self._mesh.pp.size - 1, self._device)
+        return broadcast_object(own, self._mesh.pp, self._mesh.pp.size - 1, self.device)
 
     def evaluate(
         self, module: LightningModule, name: str, micro_batches: MicroBatches, rest: tuple[Any, ...], broadcast: bool
@@ -134,7 +145,7 @@ class StepEngine:
         """
         work = EvaluationWork(module, getattr(module, name), micro_batches, rest, self._boundary)
         layout, axis = self._mesh.layout, self._mesh.pp
-        with kept_generators(self._device) if self._is_pipeline else nullcontext():
+        with kept_generators(self.device) if self._is_pipeline else nullcontext():
             self._runtime.run(evaluation_plan(layout.pp, layout.vpp, len(micro_batches), axis.rank), work)
         self._metrics.step_is_over()
         self._logs.finish(name, work.logs, [])

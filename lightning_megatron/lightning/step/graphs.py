@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_megatron.lightning.compat._private import CompilerCounts, Recompi
 _LONGEST_REASON = 100
 _LONGEST_CAUSE = 300
 _TRAINING = "training"
+_NOT_COMPILED = nullcontext()
 
 
 class BlockGraphs:
@@ -37,8 +38,7 @@ class BlockGraphs:
         self._known = {again.number for again in recompilations()} if self._compiles else set()
         self._told: set[str] = set()
 
-    @contextmanager
-    def batch(self, stage: str, batch: Any, *rest: Any) -> Iterator[None]:
+    def batch(self, stage: str, batch: Any, *rest: Any) -> AbstractContextManager[None]:
         """Context in which a batch runs.
 
         The graphs are reported before the second batch of training. Each cause of a recompilation is logged once, after
@@ -49,6 +49,10 @@ class BlockGraphs:
             batch: batch, on any device.
             *rest: further arguments of the step; in an evaluation the last one is the loader's index.
         """
+        return self._batch(stage, batch, *rest) if self._compiles else _NOT_COMPILED
+
+    @contextmanager
+    def _batch(self, stage: str, batch: Any, *rest: Any) -> Iterator[None]:
         if self._seen[_TRAINING] == 1 and stage == _TRAINING:
             self.report()
         loader = stage if stage == _TRAINING or len(rest) < 2 else (stage, rest[-1])
@@ -58,8 +62,7 @@ class BlockGraphs:
             may_compile, self._seen[loader] = True, self._seen[loader] + 1
         with nullcontext() if may_compile else torch.compiler.set_stance("eager_on_recompile"):
             yield
-        if self._compiles:
-            self._tell_recompilations(stage)
+        self._tell_recompilations(stage)
 
     def _may_compile(self, loader: object, batch: Any) -> bool:
         shapes: list[torch.Size] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -142,6 +142,8 @@ class OptimizerSet:
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
         self._differentiates_itself = is_overridden("backward", module)
         self._probe: _Probe | None = None
+        if self._is_automatic:
+            self._open_places()
 
     def begin_batch(self, first: bool, backward_is_ours: bool) -> None:
         """Prepare gradients for the ``training_step`` of a batch.
@@ -164,7 +166,6 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.add_new_params()
             sharded.hook_last(has_hooks)
-        self._open_places()
         if not first:
             if backward_is_ours:
                 self._continue_accumulation()
@@ -181,10 +182,10 @@ class OptimizerSet:
         """Let layers add gradients directly to the buffers; on Gaudi no kernel adds a bf16 product to an fp32 sum."""
         if self._mesh.rng.device.type == devices.HPU.type:
             return
-        places = {key: place for sharded in self.sharded for key, place in sharded.places().items()}
+        held = [sharded.places() for sharded in self.sharded]
 
         def find(param: Tensor) -> GradPlace | None:
-            place = places.get(id(param))
+            place = next((places[id(param)] for places in held if id(param) in places), None)
             return None if place is None or has_hooks(param) else place()
 
         self._mesh.weight_grads.set_places(find)
@@ -219,7 +220,7 @@ class OptimizerSet:
 
     def _check_loss(self, output: Any) -> None:
         """Check the loss on the last stage, where it is computed, before it is averaged over replicas."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = output.get("loss") if not isinstance(output, Tensor) and isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self._mesh.pp.rank == self._mesh.pp.size - 1:
             for check in self.finite_checks.values():
                 check.add_loss(loss)
@@ -238,7 +239,7 @@ class OptimizerSet:
     def _continue_accumulation(self) -> None:
         """Prepare the optimizers that the coming backward may reach; others keep their mean gradients for hooks."""
         for sharded in self.sharded:
-            if any(slot.owned.param.requires_grad for slot in sharded.slots):
+            if sharded.is_trained:
                 sharded.continue_accumulation()
 
     def _check_probe(self) -> None:
@@ -276,10 +277,15 @@ class OptimizerSet:
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
         """Context of the last backward of a step, which sends complete gradients; of another one if not ``last``."""
-        with ExitStack() as stack:
-            for sharded in self.sharded:
-                stack.enter_context(sharded.last_backward(last))
+        self._declare_last(last)
+        try:
             yield
+        finally:
+            self._declare_last(False)
+
+    def _declare_last(self, last: bool) -> None:
+        for sharded in self.sharded:
+            sharded.declare_last(last)
 
     @contextmanager
     def lightnings_backward(self, last: bool) -> Iterator[None]:
@@ -289,8 +295,12 @@ class OptimizerSet:
         optimization the last one of a step is not known. So both send gradients only afterwards.
         """
         is_plain = self._is_automatic and not self._differentiates_itself
-        with self.last_backward(last and is_plain), self._mesh.weight_grads.accumulating(is_plain):
-            yield
+        self._declare_last(last and is_plain)
+        try:
+            with self._mesh.weight_grads.accumulating(is_plain):
+                yield
+        finally:
+            self._declare_last(False)
 
     def sum_tied(self) -> None:
         """Sum the gradients of parameters that several pipeline stages hold; after the last backward of a step."""

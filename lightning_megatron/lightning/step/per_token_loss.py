@@ -49,8 +49,9 @@ def num_tokens_in(output: Any, module: object) -> Any:
     It is a sum if the module asks for it: its attribute ``sums_over_tokens`` is true, as in this package's modules. In
     another module's output the key is the user's own.
     """
-    asks = getattr(module, "sums_over_tokens", False)
-    return output.get(NUM_TOKENS) if asks and isinstance(output, Mapping) else None
+    if isinstance(output, Tensor) or not isinstance(output, Mapping):
+        return None
+    return output.get(NUM_TOKENS) if getattr(module, "sums_over_tokens", False) else None
 
 
 def _warn_of_means(output: Any, module: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import rank_zero_warn
@@ -186,9 +186,8 @@ class MegatronPrecision(Precision):
 
         In mixed precision this concerns the layers of this package alone, with all that they contain. They compute in
         the parameters' dtype, without autocast. Else all layers of torch and of this package cast their inputs, and the
-        user's own, whose inputs may be targets, run under autocast.
-        Metrics keep their dtype, since they count or sum. So do buffers that are weights: 16 bits would round away the
-        small updates of an expert's bias.
+        user's own, whose inputs may be targets, run under autocast. Metrics keep their dtype, since they count or sum.
+        So do buffers that are weights: 16 bits would round away the small updates of an expert's bias.
         """
         if self.mode.params != torch.float32:
             self.teardown()
@@ -248,7 +247,8 @@ class MegatronPrecision(Precision):
 
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Differentiate without autocast, also where a step calls ``manual_backward``."""
-        with torch.autocast(self.device.type, enabled=False) if self.mode.main is not None else nullcontext():
+        is_cast = self.mode.main is not None and torch.is_autocast_enabled(self.device.type)
+        with torch.autocast(self.device.type, enabled=False) if is_cast else nullcontext():
             super().backward(tensor, *args, **kwargs)
 
     def scale_of_loss(self) -> float:
@@ -273,12 +273,13 @@ class MegatronPrecision(Precision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         self._complete(sharded)
-        sharded.compare_values = self._compares or self._compared_in.get(sharded) != model.trainer.current_epoch
-        self._compared_in[sharded] = model.trainer.current_epoch
+        epoch = (trainer := model.trainer).current_epoch
+        sharded.compare_values = self._compares or self._compared_in.get(sharded) != epoch
+        self._compared_in[sharded] = epoch
         overflow = self.step_has_overflowed = self._overflow.pop(sharded, False)
         self._after_closure(model, optimizer)
         self.step_is_refused = self.step_gate is not None and not self.step_gate.admits(overflow)
-        self._check_finite(sharded, model.trainer.global_step, overflow)
+        self._check_finite(sharded, trainer, overflow)
         if self.step_is_refused:
             return result
         if self.loss_scale is not None:
@@ -287,20 +288,19 @@ class MegatronPrecision(Precision):
                 rank_zero_warn(f"gradient overflow: step skipped, loss scale now {self.loss_scale.scale:g}")
         return result if overflow else self._step(sharded, model, result, kwargs)
 
-    def _check_finite(self, sharded: ShardedOptimizer, step: int, overflow: bool) -> None:
+    def _check_finite(self, sharded: ShardedOptimizer, trainer: Trainer, overflow: bool) -> None:
         """Raise at NaN or infinity, unless a step gate decides, or a loss scale above its minimum handles an overflow.
 
         Raises:
             NonFiniteError: on all ranks.
         """
-        check = self._finite_checks.get(sharded)
-        if check is None:
+        if (check := self._finite_checks.get(sharded)) is None:
             return
         can_shrink = self.loss_scale is not None and self.loss_scale.scale > self.loss_scale.minimum
         if self.step_gate is not None or (overflow and can_shrink):
             check.forget()
         else:
-            check(step, self.last_grad_norm)
+            check(lambda: trainer.global_step, self.last_grad_norm)
 
     def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
         """Step with a closure that returns the computed result, which the optimizer calls, as in Lightning."""
@@ -323,10 +323,10 @@ class MegatronPrecision(Precision):
 
     def _complete(self, sharded: ShardedOptimizer) -> None:
         """Reduce and unscale the gradients of a step, only once: manual optimization may clip before the step."""
-        if sharded.grads_are_complete and sharded.grads_are_unscaled:
+        if (are_complete := sharded.grads_are_complete) and sharded.grads_are_unscaled:
             return
         self.last_grad_norm = None
-        if not sharded.grads_are_complete:
+        if not are_complete:
             sharded.finish_grad_sync()
         sharded.grads_are_unscaled = True
         if self._check is not None:

@@ -41,7 +41,7 @@ def reads_outputs(trainer: Trainer) -> bool:
     """True if the user's module or a callback of the user has the hook that gets what a step returned."""
     hook = "on_train_batch_end"
     return any(
-        hook in vars(each) or getattr(type(each), hook).__module__.partition(".")[0] not in _OF_OTHERS
+        _is_of_instance(each, hook) or getattr(type(each), hook).__module__.partition(".")[0] not in _OF_OTHERS
         for each in (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
     )
 
@@ -53,7 +53,7 @@ def _may_read(instance: object, base: type, hooks: Sequence[str]) -> bool:
 
 
 def _hook_may_read(instance: object, hook: str, base: type) -> bool:
-    if hook in vars(instance):  # such as the functions of a LambdaCallback
+    if _is_of_instance(instance, hook):
         return True
     for kind in type(instance).__mro__:
         if "reads_parameters" in vars(kind):
@@ -61,3 +61,8 @@ def _hook_may_read(instance: object, hook: str, base: type) -> bool:
         if hook in vars(kind):
             return kind is not base and not kind.__module__.startswith("lightning.")
     return False
+
+
+def _is_of_instance(instance: object, hook: str) -> bool:
+    """True for a hook of one instance, such as the functions of a ``LambdaCallback``; not for one that is skipped."""
+    return callable(vars(instance).get(hook))

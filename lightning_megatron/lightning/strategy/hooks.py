@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -265,22 +265,21 @@ class StrategyHooks(ParallelStrategy):
         self.checkpoints.writer.catch_up()
         trainer = self._ranks.module.trainer
         self._params.follow_trainer(trainer, self.precision_plugin, self.micro_batch_size)
-        warn_of_missed_saves(trainer)
-        if self.mesh.is_distributed:
+        self._ranks.recorder.main.step = step = trainer.global_step
+        warn_of_missed_saves(trainer, step)
+        if (mesh := self.mesh).is_distributed:
             self._validated = agree_to_validate(trainer, self._validated)
-        self._start.forecast.measure(type(self).__name__, trainer.global_step, self.root_device, self.mesh.pp.rank)
+        self._start.forecast.measure(type(self).__name__, step, self.engine.device, mesh.pp.rank)
         self._terminal.count(trainer, batch_idx)
 
-    @contextmanager
-    def watching_batches(self) -> Generator[None, None, None]:
+    def watching_batches(self) -> AbstractContextManager[None]:
         """Bracket a training step, which all ranks take: a fault in the batch of any rank is raised at its end.
 
         Raises:
             DataError: on all ranks.
         """
         assert self._batches is not None
-        with self._ranks.trials.part(), self._batches.step(self.lightning_module):
-            yield
+        return self._ranks.trials.part(self._batches.step(self.lightning_module))
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Check a batch while it is on the host, then move it.
@@ -290,6 +289,7 @@ class StrategyHooks(ParallelStrategy):
         """
         if self._batches is not None:
             batch = self._batches.look(self.lightning_module, batch, dataloader_idx)
+            device = device or self.engine.device
         with self._ranks.trials.part():
             return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -299,21 +299,21 @@ class StrategyHooks(ParallelStrategy):
 
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
-        module, optimizers = self._ranks.module, self._params.optimizers
+        module, optimizers, engine = self._ranks.module, self._params.optimizers, self.engine
         assert optimizers is not None
         batch, *rest = [*args, *kwargs.values()]
-        batches = module.trainer.accumulate_grad_batches
-        micro_batches = self.engine.split(batch, module.trainer) if module.automatic_optimization else None
-        optimizers.begin_batch(module.trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
-        self._params.share_buffers(module.trainer, sends_gradients=not self._accumulating)
+        trainer, is_automatic = module.trainer, module.automatic_optimization
+        batches = trainer.accumulate_grad_batches
+        micro_batches = engine.split(batch, trainer) if is_automatic else None
+        optimizers.begin_batch(trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
+        self._params.share_buffers(trainer, sends_gradients=not self._accumulating)
         with self.watching_batches(), self._graphs.batch("training", batch):
-            scale = self.precision_plugin.scale_of_loss() / (batches if module.automatic_optimization else 1)
+            scale = self.precision_plugin.scale_of_loss() / (batches if is_automatic else 1)
             if micro_batches is None:
-                output = self.engine.plain_step(module, partial(module.training_step, *args, **kwargs), scale)
-                devices.mark_step(self.root_device)
+                output = engine.plain_step(module, partial(module.training_step, *args, **kwargs), scale)
             else:
                 finishing = None if self._accumulating else optimizers
-                output = self.engine.train(module, micro_batches, tuple(rest), scale, finishing)
+                output = engine.train(module, micro_batches, tuple(rest), scale, finishing)
         self._backward_is_done = micro_batches is not None
         if self._op_report_is_due:
             self._op_report_is_due = False
@@ -333,9 +333,9 @@ class StrategyHooks(ParallelStrategy):
             self.precision_plugin.pre_backward(closure_loss, module)
             return self.precision_plugin.post_backward(closure_loss, module)
         optimizers.begin_backward()
-        with trials.part(), optimizers.lightnings_backward(last):
+        with trials.part(optimizers.lightnings_backward(last)):
             closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        devices.mark_step(self.root_device)
+        self.engine.mark_step()
         trials.agree()
         return closure_loss
 
@@ -353,7 +353,7 @@ class StrategyHooks(ParallelStrategy):
         """One step of the user's optimizer."""
         with self._ranks.trials.step():
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        devices.mark_step(self.root_device)
+        self.engine.mark_step()
         assert self._params.optimizers is not None
         is_last, is_skipped = self._ranks.module.trainer.is_last_batch, self.precision_plugin.step_is_skipped
         self._params.optimizers.step_is_over(optimizer, is_last, is_skipped)
@@ -397,7 +397,7 @@ class StrategyHooks(ParallelStrategy):
         with self.precision_plugin.forward_context(), self._graphs.batch(name, batch, *rest):
             if micro_batches is None:
                 output = getattr(module, name)(*args, **kwargs)
-                devices.mark_step(self.root_device)
+                self.engine.mark_step()
                 return output
             broadcast = name == "predict_step" and self._job.broadcast_predictions
             return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)

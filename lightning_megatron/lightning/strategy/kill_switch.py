@@ -153,9 +153,9 @@ class KillSwitch(Callback):
     ) -> None:
         """At the end of an optimizer step, agree; if any rank was told to stop, note where the run is in its data."""
         # Not in the middle of an accumulation, whose gradients would be lost.
-        if self._told or trainer.global_step == self._seen_step or self._agreement is None:
+        if self._told or (step := trainer.global_step) == self._seen_step or self._agreement is None:
             return
-        self._seen_step = trainer.global_step
+        self._seen_step = step
         self._signals.waits = True
         self._told = self._agreement.ask(self._own_word(trainer))
         if self._told:
@@ -170,8 +170,7 @@ class KillSwitch(Callback):
 
     def _own_word(self, trainer: Trainer) -> int:
         """This rank's number for the agreement; 0 if it was not told to stop."""
-        now = time.monotonic()
-        if trainer.is_global_zero and self.path is not None and now - self._looked >= self._every:
+        if self.path is not None and trainer.is_global_zero and (now := time.monotonic()) - self._looked >= self._every:
             self._looked = now
             self._file_is_there = self.path.exists()
         noted = self._signals.noted
@@ -317,11 +316,11 @@ class BeforeNextStep(Callback):
     def __init__(self, switch: KillSwitch) -> None:
         self._switch = switch
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
-        self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:  # noqa: D102
+        self._switch.on_train_epoch_end(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
-        self._switch.on_train_epoch_end(trainer, trainer.lightning_module)
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: D102
+        self._switch.on_train_epoch_end(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, *_: Any) -> None:  # noqa: D102
         if trainer.state.fn == TrainerFn.FITTING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,16 +294,14 @@ class MegatronStrategy(StrategyHooks):
     def recorder(self, recorder: Recorder) -> None:
         self._ranks.recorder = recorder
 
-    @contextmanager
-    def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
+    def during(self, kind: Kind, detail: str = "") -> AbstractContextManager[None]:
         """Bracket a phase in the record of this rank.
 
         Args:
             kind: kind of the phase.
             detail: subject of the phase, such as a path.
         """
-        with self._record.during(kind, detail):
-            yield
+        return self._record.during(kind, detail)
 
     @property
     def ops(self) -> Ops:

@@ -8,7 +8,7 @@ trial all ranks agree before each collective; a rank that is out of memory votes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,6 +19,8 @@ from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.errors import described
 from lightning_megatron.mesh import ParallelMesh
+
+_NO_CONTEXT = nullcontext()
 
 
 class TrialOutOfMemoryError(torch.OutOfMemoryError):
@@ -52,7 +54,7 @@ class MemoryTrials:
         Raises:
             TrialOutOfMemoryError: on all ranks, in a trial that is too large for any of them.
         """
-        if not self.is_on:
+        if self._trainer is None or not self.is_on:
             return
         assert self._mesh is not None
         rank = self._mesh.rank
@@ -62,27 +64,34 @@ class MemoryTrials:
             # Lightning's search looks for these words of CUDA's, on every kind of device.
             raise TrialOutOfMemoryError(f"CUDA or another device is out of memory on rank {worst}{own}") from error
 
-    @contextmanager
-    def part(self) -> Iterator[None]:
-        """Context of a part of a trial that may be out of memory, on one rank or on several.
+    def part(self, inner: AbstractContextManager[None] = _NO_CONTEXT) -> AbstractContextManager[None]:
+        """Context of a part of a trial that may be out of memory, on one rank or on several, around another context.
 
         Raises:
             TrialOutOfMemoryError: as :meth:`agree`.
         """
+        return inner if self._trainer is None else self._part(inner)
+
+    @contextmanager
+    def _part(self, inner: AbstractContextManager[None]) -> Iterator[None]:
         try:
-            yield
+            with inner:
+                yield
         except RuntimeError as error:
             if not self.is_on or not _is_news(error):
                 raise
             self.agree(error)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Context of an optimizer step, in which no smaller batch would help, and ranks are amid collectives.
 
         Raises:
             RuntimeError: if this rank is out of memory in a trial of several ranks.
         """
+        return _NO_CONTEXT if self._trainer is None else self._step()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:

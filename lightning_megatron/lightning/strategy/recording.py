@@ -27,10 +27,11 @@ from lightning_megatron.machine.transport import is_lost_connection
 from lightning_megatron.recorder.call import Call, PeerLostError, peer_lost_error
 from lightning_megatron.recorder.file_format import Kind, State
 from lightning_megatron.recorder.process import ProcessState
-from lightning_megatron.recorder.recorder import Recorder, note_process_state
+from lightning_megatron.recorder.recorder import Recorder, Span, note_process_state
 from lightning_megatron.recorder.runs import remove_finished, remove_old, run_folder
 from lightning_megatron.recorder.watch import PeerWatch
 
+_PARTS = (Kind.OPTIMIZER_STEP, Kind.TRAINING_STEP, Kind.BACKWARD)
 _TOGETHER = timedelta(seconds=3)
 """Time within which ranks that fail together raise their errors; a rank that does not is then ended by its watch."""
 _log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def recorded(kind: Kind) -> Callable[[Method], Method]:
     def around(method: Method) -> Method:
         @wraps(method)
         def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.during(kind):
+            with self._record.during(kind):
                 return method(self, *args, **kwargs)
 
         return cast(Method, inside)
@@ -77,16 +78,16 @@ class ActionRecord:
     def _recorder(self) -> Recorder:
         return self._ranks.recorder
 
-    @contextmanager
-    def during(self, kind: Kind, detail: str = "") -> Iterator[None]:
-        """Record the context as a phase; ``detail`` is its subject, such as a path."""
-        action_log, trainer = self._recorder.main, trainer_of(self._strategy.lightning_module)
+    def during(self, kind: Kind, detail: str = "") -> Span:
+        """Context manager that records a phase, at once entered; ``detail`` is its subject, such as a path."""
+        action_log, module = self._ranks.recorder.main, self._strategy.lightning_module
         if self._marks is not None:
             self._marks.end()
-        if trainer is not None:
+        # Automatic optimization runs these once a batch, at the begin of which the strategy has written the number.
+        is_part = kind in _PARTS and module is not None and module.automatic_optimization
+        if not is_part and (trainer := trainer_of(module)) is not None:
             action_log.step = trainer.global_step
-        with action_log.during(kind, detail):
-            yield
+        return Span(action_log, kind, detail)
 
     def mark(self, kind: Kind) -> None:
         """Begin a phase that ends with the next one."""

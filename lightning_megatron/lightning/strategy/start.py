@@ -21,6 +21,7 @@ from lightning_megatron.lightning.comparison.facts import (
     start_statement,
 )
 from lightning_megatron.lightning.comparison.places import PlaceProbe, places_of
+from lightning_megatron.lightning.compat.skipped_hooks import skip, skip_missing
 from lightning_megatron.lightning.environments.agreement import rank_problems
 from lightning_megatron.lightning.monitoring.example_input import ExampleInput
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
@@ -251,7 +252,8 @@ class OwnCallbacks:
         """Begin a run; with ``save_on_signal``, add a ``KillSwitch`` if there is none."""
         self._trainer = trainer
         if self._save_on_signal and not self._switches:
-            self.add(KillSwitch(always_save=False))
+            self.add(switch := KillSwitch(always_save=False))
+            skip(switch, "on_train_batch_start")  # BeforeNextStep has done it
         self.add(*map(BeforeNextStep, self._switches), ExampleInput(self._layout))
 
     def add(self, *callbacks: Callback) -> None:
@@ -260,6 +262,7 @@ class OwnCallbacks:
             return
         present = self._present
         for callback in callbacks:
+            skip_missing(callback)
             self._added.append(callback)
             place = self._place(callback)
             later = (number for number, other in enumerate(present) if self._place(other) > place)
@@ -269,9 +272,11 @@ class OwnCallbacks:
         """Put a callback before and one behind each that averages parameters."""
         present, shown = self._present, ShownMainValues()
         for number in reversed([n for n, callback in enumerate(present) if averages_parameters(callback)]):
-            around = [BeforeAverages(params, shown), present[number], AfterAverages(shown)]
-            present[number : number + 1] = around
-            self._added += around[::2]
+            before, after = BeforeAverages(params, shown), AfterAverages(shown)
+            skip_missing(before)
+            skip_missing(after)
+            present[number : number + 1] = before, present[number], after
+            self._added += before, after
 
     def listen(self) -> None:
         """Replace the signal handlers that Lightning has just set."""

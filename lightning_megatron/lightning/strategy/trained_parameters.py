@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_megatron import device as devices
 from lightning_megatron.lightning import checkpointing
+from lightning_megatron.lightning.compat.skipped_hooks import skip
 from lightning_megatron.lightning.run_state.buffers import BufferSync
 from lightning_megatron.lightning.step.grad_reduction import accumulation_dtype, micro_batches_of_step, reduce_dtype
 from lightning_megatron.lightning.step.optimizers import Holder, OptimizerSet
@@ -51,6 +52,11 @@ class TrainedParameters:
     def sharded(self) -> tuple[ShardedOptimizer, ...]:
         """The distributed optimizers, one for each of the user's."""
         return () if self.optimizers is None else tuple(self.optimizers.sharded)
+
+    @property
+    def are_shared(self) -> bool:
+        """True if there are other ranks."""
+        return self._ranks.mesh.is_distributed
 
     # Setup and release
 
@@ -127,7 +133,8 @@ class TrainedParameters:
                 optimizer.take_kept(kept)
                 optimizer.refresh_params()
         self._narrow = None if mode.main is None else mode.params
-        precision.manage(self.sharded, found.check_replicas, watched, found.finite_checks)
+        check = found.check_replicas if mesh.tp.size > 1 else None
+        precision.manage(self.sharded, check, watched, found.finite_checks)
 
     def begin_evaluation(self, trainer: Trainer) -> None:
         """Outside of a fit, make buffers equal on all ranks: a fit before has left each rank those of its last step."""
@@ -149,8 +156,9 @@ class TrainedParameters:
 
     def share_buffers(self, trainer: Trainer, *, sends_gradients: bool) -> None:
         """Broadcast buffers before a batch of training or a validation, see :class:`BufferSync`."""
-        is_everywhere = trainer.training or not may_stay_away(trainer, self._ranks.layout)
-        if self.buffers is not None and is_everywhere:
+        if self.buffers is None or not self.buffers.are_sent:
+            return
+        if trainer.training or not may_stay_away(trainer, self._ranks.layout):
             self.buffers.begin(sends_gradients)
 
     def finish_gather(self) -> None:
@@ -225,6 +233,11 @@ class HookGradients(Callback):
         """Look which hooks there are."""
         self._after_backward = watches_gradients(trainer, "on_after_backward")
         self._before_step = watches_gradients(trainer, "on_before_optimizer_step", "configure_gradient_clipping")
+        if not self._before_step:
+            skip(self, "on_before_optimizer_step")
+        # Without other ranks and readers, the gradients are completed right before the step.
+        if not (self._params.are_shared or self._after_backward or is_overridden("optimizer_step", pl_module)):
+            skip(self, "on_after_backward")
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the gradients; under manual optimization only for a hook, as the last backward is not known."""

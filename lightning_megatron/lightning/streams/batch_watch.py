@@ -17,8 +17,8 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -39,8 +39,9 @@ FIRST = 3
 EVERY = 100
 """Interval of later comparisons, in batches."""
 
+_ALONE = nullcontext()
 
-@runtime_checkable
+
 class ChecksBatches(Protocol):
     """A module that can find faults of a batch."""
 
@@ -138,16 +139,16 @@ class BatchWatch:
         Raises:
             DataError: for a fault that all ranks find, since there is one replica.
         """
-        self._moved = batch, loader
-        if not isinstance(module, ChecksBatches) or (fault := module.batch_fault(batch)) is None:
+        if self._has_peers:
+            self._moved = batch, loader
+        if not _checks_batches(module) or (fault := module.batch_fault(batch)) is None:
             return batch
         if self._mesh.dp.size == 1:
             raise DataError(fault)
         self._fault = self._fault or fault
         return module.without_faults(batch)
 
-    @contextmanager
-    def step(self, module: object) -> Iterator[None]:
+    def step(self, module: object) -> AbstractContextManager[None]:
         """Context of a training step, or of the end of an evaluation; every rank must enter it.
 
         Random generators, and hashes that are due, are compared first; whether any rank found a fault is all-reduced
@@ -157,12 +158,16 @@ class BatchWatch:
             DataError: on all ranks, if any of them has found a fault, or ranks of one replica have read different
                 batches.
         """
+        return _ALONE if self._mesh.host.size == 1 else self._step(module)
+
+    @contextmanager
+    def _step(self, module: object) -> Iterator[None]:
         trainer = trainer_of(module) if isinstance(module, LightningModule) else None
         if trainer is not None:
             self.compare()
         self._begun = None
         self._trained += 1
-        if self._mesh.dp.size > 1 and isinstance(module, ChecksBatches):
+        if self._mesh.dp.size > 1 and _checks_batches(module):
             vote = torch.tensor(int(self._fault is not None))
             self._vote = start_all_reduce_in_place(vote, self._mesh.host, MAX)
         yield
@@ -173,6 +178,11 @@ class BatchWatch:
             own = None if self._fault is None else f"data-parallel rank {self._mesh.dp.rank}: {self._fault}"
             self._fault = None
             raise DataError("; ".join(dict.fromkeys(filter(None, all_gather_object(self._mesh, own)))))
+
+
+def _checks_batches(module: object) -> TypeGuard[ChecksBatches]:
+    """True for a module that can find faults; a look at its class, as each batch asks for it."""
+    return hasattr(type(module), "batch_fault")
 
 
 def _reads_iterator(module: LightningModule) -> bool:

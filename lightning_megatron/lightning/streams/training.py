@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_megatron.data.loading.plain_loader import PlainDataLoader
 from lightning_megatron.errors import DataError
+from lightning_megatron.lightning.compat.skipped_hooks import skip
 from lightning_megatron.lightning.streams.batch_watch import BatchWatch
 from lightning_megatron.lightning.streams.end_of_data import DataState, EndOfDataCheck
 from lightning_megatron.lightning.streams.lengths import STREAM, gather_counts, require_equal_lengths
@@ -50,6 +51,8 @@ class TrainingWatch(Callback):
         self._check = EndOfDataCheck()
         self._is_compared = self._foresees = False
         self._begun = 0
+        if not mesh.is_distributed:
+            skip(self, "on_train_batch_start", "on_train_batch_end")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let a plain loader and Lightning agree where a resumed epoch goes on."""

@@ -24,7 +24,7 @@ def copy_edited_grads(main: MainValues, states: States) -> None:
     Raises:
         RuntimeError: for an assigned gradient where ``param.grad`` has not shown the whole mean.
     """
-    edited = [slot for slot in main.bucket.slots if slot.is_replaced or slot.is_cleared]
+    edited = [slot for slot in main.bucket.slots if slot.is_edited]
     if not edited:
         return
     for slot in edited:
@@ -47,7 +47,6 @@ def raise_replaced_grad(slot: Slot) -> None:
     )
 
 
-@torch.no_grad()
 def copy_written_values(main: MainValues, everywhere: bool) -> None:
     """Copy values that the user has written into parameters to their main values.
 
@@ -62,20 +61,19 @@ def copy_written_values(main: MainValues, everywhere: bool) -> None:
     Raises:
         RuntimeError: for new storage that does not fit.
     """
-    written = []
-    for slot in main.bucket.slots:
-        param = slot.owned.param
-        if slot.has_new_storage:
-            _restore_storage(main, slot)
-        elif param._version == slot.version:
-            continue
-        written.append(slot)
-        slot.version = param._version
-    if main.is_view:
+    written = [slot for slot in main.bucket.slots if slot.is_written]
+    if not written and (main.is_view or not everywhere):
         return
-    ranges = [range(main.flat.numel())] if everywhere else [main.local_range(slot) for slot in written]
-    for here in ranges:
-        _copy_unequal(main.bucket.own_params[here.start : here.stop], main.flat[here.start : here.stop])
+    with torch.no_grad():
+        for slot in written:
+            if slot.has_new_storage:
+                _restore_storage(main, slot)
+            slot.version = slot.owned.param._version
+        if main.is_view:
+            return
+        ranges = [range(main.flat.numel())] if everywhere else [main.local_range(slot) for slot in written]
+        for here in ranges:
+            _copy_unequal(main.bucket.own_params[here.start : here.stop], main.flat[here.start : here.stop])
 
 
 def _copy_unequal(values: Tensor, kept: Tensor) -> None:

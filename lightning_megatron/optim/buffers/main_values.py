@@ -51,6 +51,8 @@ class MainValues:
     Attributes:
         bucket: the bucket.
         flat: ``[n]``, the values; the bucket's own parameters where dtypes agree.
+        is_view: True if the values are the parameters themselves.
+        converts_grads: True if the values have another dtype than the bucket's gradients.
         parts: the tensors that the optimizer sees, views of ``flat``.
 
     Args:
@@ -61,6 +63,8 @@ class MainValues:
     def __init__(self, bucket: Bucket, dtype: torch.dtype | None, *, whole: bool = False) -> None:
         self.bucket = bucket
         self.flat = bucket.own_params.to(dtype or bucket.own_params.dtype)
+        self.is_view = self.flat.dtype == bucket.own_params.dtype
+        self.converts_grads = self.flat.dtype != bucket.own_grads.dtype
         if whole:
             assert not bucket.sharded, "a share of a bucket may hold a part of a parameter"
             self.parts = [self._whole_param(slot) for slot in bucket.slots]
@@ -73,11 +77,6 @@ class MainValues:
         owned, here = slot.owned, self.local_range(slot)
         shaped = self.flat[here.start : here.stop].view(slot.data.shape)
         return MainParam(owned.param if self.is_view else nn.Parameter(shaped), here.start, (slot,), owned)
-
-    @property
-    def is_view(self) -> bool:
-        """True if the values are the parameters themselves."""
-        return self.flat.dtype == self.bucket.own_params.dtype
 
     def local_range(self, slot: Slot) -> range:
         """Range of a parameter in this rank's share; empty if the share has none of it."""
@@ -99,24 +98,24 @@ class MainValues:
 
         A part of another dtype than the bucket's gradients gets its own in :meth:`convert_grads`.
         """
-        self._split(states, lambda slot: slot.has_grad)
-        grads = {part.start: grad for part, grad in self.grads()}
+        if [part for part in self.parts if len({slot.has_grad for slot in part.slots}) > 1]:
+            self._split(states, lambda slot: slot.has_grad)
         for part in self.parts:
-            if part.start in grads and part.owned is not None and part.param is part.owned.param:
+            if not (part.slots and part.slots[0].has_grad):
+                part.param.grad = None
+            elif part.owned is not None and part.param is part.owned.param:
                 part.slots[0].attach()
             else:
-                part.param.grad = None if self.converts_grads else grads.get(part.start)
+                part.param.grad = None if self.converts_grads else self._grad_of(part)
 
     def grads(self) -> Iterator[tuple[MainParam, Tensor]]:
         """Parts that have gradients, and those gradients: views of the bucket's, in the shapes of the parts."""
         for part in self.parts:
             if part.slots and part.slots[0].has_grad:
-                yield part, self.bucket.own_grads[part.span].view(part.param.shape)
+                yield part, self._grad_of(part)
 
-    @property
-    def converts_grads(self) -> bool:
-        """True if main values have another dtype than the bucket's gradients."""
-        return self.flat.dtype != self.bucket.own_grads.dtype
+    def _grad_of(self, part: MainParam) -> Tensor:
+        return self.bucket.own_grads[part.span].view(part.param.shape)
 
     def convert_grads(self) -> None:
         """Give the optimizer gradients of its parameters' dtype, for a step."""
@@ -152,8 +151,6 @@ class MainValues:
     # Splits
 
     def _split(self, states: States, key: Callable[[Slot], object]) -> None:
-        if all(len({key(slot) for slot in part.slots}) < 2 for part in self.parts):
-            return
         self.parts = [new for part in self.parts for new in self._split_part(states, part, key)]
 
     def _split_part(self, states: States, part: MainParam, key: Callable[[Slot], object]) -> list[MainParam]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class GradReducer:
 
     Attributes:
         complete: True if :meth:`finish` has run since gradients were last cleared or added to.
+        is_last_backward: True during the last backward of the step for the parameters that it reaches.
         inspect: function called with each bucket when its local gradients are complete, before they are reduced.
 
     Args:
@@ -43,7 +44,7 @@ class GradReducer:
     def __init__(self, tp: Axis, *, dtype: torch.dtype | None, overlap: bool) -> None:
         self.complete = False
         self.inspect: Callable[[Bucket], None] | None = None
-        self._in_last_backward = False
+        self.is_last_backward = False
         self._tp = tp
         self._dtype = dtype
         self._overlap = overlap
@@ -64,7 +65,7 @@ class GradReducer:
         self._queue += [b for b in buckets if b not in self._late]
         for i, bucket in enumerate(buckets, first):
             for k, slot in enumerate(bucket.slots):
-                self._handles.append(_hooked(slot.owned.param, _grad_hook(WeakMethod(self._arrived), i, k)))
+                self._handles.append(_hooked(slot.owned.param, _grad_hook(ref(self), i, k)))
 
     def hook_last(self, has_others: Callable[[Tensor], bool]) -> None:
         """Let hooks that parameters have got besides ours run first, as they may change gradients that ours sends."""
@@ -78,10 +79,10 @@ class GradReducer:
         return {**self.__dict__, "_handles": []}
 
     def _all_missing(self) -> dict[int, set[str]]:
-        def expected(bucket: Bucket) -> set[str]:
-            return {slot.owned.name for slot in bucket.slots if slot.owned.param.requires_grad}
-
-        return {id(bucket): expected(bucket) for bucket in self._queue}
+        found: dict[int, set[str]] = {}
+        for bucket in self._queue:
+            found[id(bucket)] = {slot.owned.name for slot in bucket.slots if slot.owned.param.requires_grad}
+        return found
 
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
@@ -90,11 +91,11 @@ class GradReducer:
         Args:
             last: False if it is not the last; then no bucket is sent during it.
         """
-        self._in_last_backward = last
+        self.is_last_backward = last
         try:
             yield
         finally:
-            self._in_last_backward = False
+            self.is_last_backward = False
 
     def _arrived(self, bucket_index: int, slot_index: int) -> None:
         bucket = self._buckets[bucket_index]
@@ -113,18 +114,20 @@ class GradReducer:
                 )
             self.continue_accumulation()
         slot.collect()
-        if self._in_last_backward and self._overlap and not (bucket.key.grad_sum_over_tp or bucket.key.reduce_late):
+        if self.is_last_backward and self._overlap and not (bucket.key.grad_sum_over_tp or bucket.key.reduce_late):
             if self._missing is None:
                 self._missing = self._all_missing()
-            self._missing[id(bucket)].discard(slot.owned.name)
-            self._start_ready(self._missing)
+            missing = self._missing[id(bucket)]
+            missing.discard(slot.owned.name)
+            if not missing:
+                self._start_ready(self._missing)
 
     def place(self, bucket: Bucket, slot: Slot) -> GradPlace | None:
         """Place to which a layer's backward adds a gradient itself; ``None`` if the gradient must pass the hook.
 
         The hook still runs when all layers have added theirs, so that the bucket is sent as early as otherwise.
         """
-        is_sent_now = self._in_last_backward and self._overlap and any(b.axis.size > 1 for b in self._buckets)
+        is_sent_now = self.is_last_backward and self._overlap and any(b.axis.size > 1 for b in self._buckets)
         if (is_sent_now and not self._hooks_always_run) or self.complete or bucket.reduce_started:
             return None
         return slot.place()
@@ -146,11 +149,13 @@ class GradReducer:
         """Reduce the remaining buckets and wait for all; afterwards ``own_grads`` of each bucket are means."""
         for bucket in self._queue[self._next :]:
             self._start(bucket)
-        self.inspect_late()
+        if self._late:
+            self.inspect_late()
         if self.inspect is not None:
             for bucket in self._queue:  # user hooks may have edited gradients that are not sent to other ranks
                 self.inspect(bucket)
-        self._sum_over_tp()
+        if self._late:
+            self._sum_over_tp()
         for bucket in self._late:
             self._start(bucket)
         self._end()
@@ -172,7 +177,7 @@ class GradReducer:
     def _end(self) -> None:
         for bucket in self._queue + self._late:
             bucket.finish_reduce()
-        self._in_last_backward = False
+        self.is_last_backward = False
         self._next = 0
         self._missing = None
 
@@ -226,7 +231,7 @@ class ParamGather:
 
     def __init__(self, *, overlap: bool) -> None:
         self._buckets: list[Bucket] = []
-        self._overlap = overlap
+        self._overlap, self._gathers = overlap, False
         self._model: nn.Module | None = None
         self._gates: dict[int, _Gate] = {}  # by id: the hash of a metric of torchmetrics changes with its state
         self._at_once: list[Bucket] | None = None  # not known before the first training step
@@ -238,9 +243,12 @@ class ParamGather:
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add buckets, in the order in which forward needs them; before :meth:`install`."""
         self._buckets += buckets
+        self._gathers = any(bucket.sharded for bucket in self._buckets)
 
     def start(self) -> None:
         """Start all gathers; waits for them unless overlap is on and a training step has run."""
+        if not self._gathers:
+            return
         for bucket in self._buckets:
             bucket.start_gather()
         if self._at_once is None and any(gate.called for gate in self._gates.values()):
@@ -262,7 +270,7 @@ class ParamGather:
         """Hook the modules of ``model``, whose parameters the buckets hold; call it again after adding buckets."""
         self.close()
         self._model, self._at_once = model, None
-        if self._overlap and any(bucket.sharded for bucket in self._buckets):
+        if self._overlap and self._gathers:
             # No gate for the root: its training_step reads its parameters, not its forward.
             self._gates = {id(module): _Gate(module) for module in model.modules() if module is not model}
 
@@ -343,12 +351,12 @@ def _hooked(param: nn.Parameter, hook: Callable[[Tensor], None]) -> _Hooked:
     return param, hook, param.register_post_accumulate_grad_hook(hook)
 
 
-def _grad_hook(arrived: WeakMethod[Callable[[int, int], None]], bucket: int, slot: int) -> Callable[[Tensor], None]:
+def _grad_hook(reducer: ref[GradReducer], bucket: int, slot: int) -> Callable[[Tensor], None]:
     # Python's garbage collector does not see these hooks in torch: one that refers to its parameter would keep the
     # model, its optimizer and their process groups alive as long as the process. Hence the weak reference.
     def hook(_: Tensor) -> None:
-        method = arrived()
-        if method is not None:
-            method(bucket, slot)
+        found = reducer()
+        if found is not None:
+            found._arrived(bucket, slot)
 
     return hook

@@ -114,13 +114,16 @@ class Slot:
         if self.keeps_param_grad:
             self._seen = grad
         elif grad is not self.grad and grad is not None:
-            with torch.no_grad():
-                if self.aliased:
-                    self.grad.copy_(grad.to_dense())
-                    set_grad(param, self.grad)
+            values = grad.detach()  # a backward with create_graph=True leaves a graph
+            if self.aliased:
+                self.grad.copy_(values.to_dense())
+                if self.grad.dtype == param.dtype:
+                    param.grad = self.grad
                 else:
-                    self.grad.add_(grad)
-                    param.grad = None
+                    set_grad(param, self.grad)
+            else:
+                self.grad.add_(values)
+                param.grad = None
 
     def place(self) -> GradPlace | None:
         """Buffer to which a layer's backward adds itself; ``None`` where ``param.grad`` is or may be another tensor.
@@ -141,10 +144,12 @@ class Slot:
         return grad is not None and grad is not self._seen
 
     @property
-    def is_cleared(self) -> bool:
-        """True if the user has set a gradient to ``None``."""
-        own = self.has_grad and not self.grad_is_remote
-        return own and (self.aliased or self.keeps_param_grad) and self.owned.param.grad is None
+    def is_edited(self) -> bool:
+        """True if the user has replaced a gradient, or set it to ``None``."""
+        grad = self.owned.param.grad
+        if grad is not None:
+            return grad is not self._seen
+        return self.has_grad and not self.grad_is_remote and (self.aliased or self.keeps_param_grad)
 
     @property
     def is_empty(self) -> bool:
@@ -161,11 +166,13 @@ class Slot:
         """
         grad = self.owned.param.grad
         self.grad_is_remote = False
-        self.has_grad = not self.is_empty
         if grad is None:
+            self.has_grad = not self.is_empty
             if not (self.has_grad or sent):
                 self.grad.zero_()
-        elif grad is not self.grad:
+            return
+        self.has_grad = True
+        if grad is not self.grad:
             self.assign(grad)
 
     def assign(self, grad: Tensor) -> None:
@@ -218,6 +225,12 @@ class Slot:
     def has_new_storage(self) -> bool:
         """True if the user has assigned new storage to the parameter (``param.data = x``)."""
         return self.owned.param.data_ptr() != self._address
+
+    @property
+    def is_written(self) -> bool:
+        """True if the user has written to the parameter, or assigned new storage to it."""
+        param = self.owned.param
+        return param._version != self.version or param.data_ptr() != self._address
 
     def release(self) -> None:
         """Detach the parameter from the buffers: copy its values into its own storage, and clear its gradient."""

@@ -31,7 +31,7 @@ MIXTRAL = LLAMA | {"config": "mixtral-tiny", "num_experts": 4}
 
 OF_THE_HOST = {
     "_local_scalar_dense in lightning/modules/text_batch.py:<genexpr>",  # ids, before they go to the device
-    "_local_scalar_dense in lightning/streams/batch_watch.py:step",  # votes of ranks, a tensor of the host
+    "_local_scalar_dense in lightning/streams/batch_watch.py:_step",  # votes of ranks, a tensor of the host
     "equal in lightning/streams/batch_watch.py:compare",  # hashes of batches
     "_local_scalar_dense in lightning/stopping/agreement.py:answer",  # votes on signals
     "_local_scalar_dense in lightning/step/stage_work.py:__init__",  # a seed

@@ -326,7 +326,7 @@ def test_the_package_neither_imports_nor_names_the_simulated_gaudi():
 
 
 SPY = """
-import json, os, resource, subprocess, sys
+import json, os, subprocess, sys
 runs = []
 class Spy(subprocess.Popen):
     def __init__(self, *args, **kwargs):
@@ -335,27 +335,19 @@ class Spy(subprocess.Popen):
 subprocess.Popen = Spy
 system = os.system
 os.system = lambda command: runs.append(command) or system(command)
-def seconds():
-    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
-times = [seconds()]
 import torch
-times.append(seconds())
 try:
     import transformers  # no dependency of ours; where it is installed, torchmetrics loads it
 except ImportError:
     pass
-times.append(seconds())
 import lightning.pytorch
-times.append(seconds())
+before = set(sys.modules)
 import lightning_megatron
-times.append(seconds())
-spent = dict(zip(("torch", "transformers", "lightning", "ours"), (b - a for a, b in zip(times, times[1:]))))
+added = sorted(set(sys.modules) - before)
 for name in sys.argv[1:]:
     __import__(name)
-print(json.dumps({"seconds": spent, "runs": runs, "modules": sorted(sys.modules)}))
+print(json.dumps({"added": added, "runs": runs, "modules": sorted(sys.modules)}))
 """
-QUIET_MACHINE = 1.1  # CPU seconds that torch takes to import on the machine that the limit of 5 s was set on
 
 
 def test_programs_that_this_one_stands_beside_are_not_imported():
@@ -399,13 +391,12 @@ def test_the_core_imports_neither_encoders_nor_tools():
     assert (loaded["encoders"], loaded["tools"]) == (0, 0)
 
 
-@pytest.mark.slow
-def test_the_package_imports_in_under_5_seconds():
-    seconds = imported()["seconds"]
-    del seconds["transformers"]
-    slowness = max(1.0, seconds["torch"] / QUIET_MACHINE)
-    assert sum(seconds.values()) < 5.0 * slowness, seconds
-    assert seconds["ours"] < 1.0 * slowness, seconds
+def test_the_package_imports_little_more_than_torch_and_lightning():
+    """Modules and not seconds, which depend on the machine: its own, torch's checkpoints and launcher, one package."""
+    added = Counter(name.split(".")[0] for name in imported()["added"])
+    assert added.pop("lightning_megatron") < 400
+    assert added.total() < 150, added
+    assert set(added) - sys.stdlib_module_names <= {"torch", "safetensors"}
 
 
 @pytest.mark.slow
