@@ -18,10 +18,11 @@ from anchors.timing import is_fsdp
 from lightning_megatron.pipeline.action import Action
 from lightning_megatron.pipeline.schedule import build_schedule
 from lightning_megatron.stage import StageLayers
+from lightning_megatron.tools.planning.core.parameters import rank_sizes
 from lightning_megatron.tools.planning.memory.peak import memory_of
 from lightning_megatron.tools.planning.memory.shapes import Kernels
 from lightning_megatron.tools.planning.memory.steps import shown_micro_batches
-from lightning_megatron.tools.planning.time.optimizer import dense_parameters, expert_layers, expert_parameters
+from lightning_megatron.tools.planning.time.optimizer import expert_layers
 from lightning_megatron.tools.planning.time.sizes import Sizes
 
 GROUPED = Kernels(fuses_experts=True)
@@ -129,8 +130,7 @@ class Rank:
     def state(self) -> float:
         """Bytes of parameters, gradients and optimizer."""
         job, layout, k = self._job, self._job.layout, self._keeping
-        dense = sum(dense_parameters(self._sizes, stage) for stage in self._held)
-        experts = sum(expert_parameters(self._sizes, stage) for stage in self._held)
+        dense, experts = rank_sizes(self._sizes.config, self._sizes.layout, tuple(self._held))
         replicas, of_experts = layout.data_parallel_size * layout.cp, layout.expert_data_parallel_size
         shares = job.distributed_optimizer
         buckets = 0.0 if shares or replicas == 1 else k.buckets

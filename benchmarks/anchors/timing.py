@@ -9,8 +9,8 @@ from functools import cache
 from anchors.programs import PROGRAMS, Program
 from anchors.rows import Anchor
 from lightning_megatron.tools.planning.core.device_file import DeviceSpec, Efficiency, Link, load_device
+from lightning_megatron.tools.planning.core.parameters import rank_sizes
 from lightning_megatron.tools.planning.time.communication import Groups
-from lightning_megatron.tools.planning.time.optimizer import dense_parameters, expert_parameters
 from lightning_megatron.tools.planning.time.sizes import Sizes
 from lightning_megatron.tools.planning.time.software import Software
 from lightning_megatron.tools.planning.time.step import TimeEstimate, time_of
@@ -136,7 +136,7 @@ def with_fsdp(anchor: Anchor, found: TimeEstimate, device: DeviceSpec) -> TimeEs
     causes = found.by_cause
     beside = sum(causes[name] for name in ("compute", "recompute", "tp", "cp", "ep")) / job.num_micro_batches
     held = [stage for stage in job.stages if stage.rank == job.layout.pp - 1]
-    count = sum(dense_parameters(sizes, stage) + expert_parameters(sizes, stage) for stage in held)
+    count = sum(rank_sizes(sizes.config, sizes.layout, tuple(held)))
     group = Groups(sizes).dp
     layers = max(1, sum(len(stage.layers) for stage in held))
     sent = 2 if "PURE" in (anchor.row.get("sharding") or "") else 4

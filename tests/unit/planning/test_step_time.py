@@ -13,7 +13,7 @@ from lightning_megatron.mesh import axis_groups
 from lightning_megatron.models.presets import preset
 from lightning_megatron.tools.planning.core.device_file import Efficiency, load_device
 from lightning_megatron.tools.planning.core.job import PlannedJob
-from lightning_megatron.tools.planning.core.parameters import rank_sizes
+from lightning_megatron.tools.planning.core.parameters import rank_parameters, rank_sizes
 from lightning_megatron.tools.planning.plan import plan_of
 from lightning_megatron.tools.planning.time.communication import (
     Group,
@@ -194,7 +194,7 @@ def test_sums_of_gradients_in_blocks_are_kernels_that_the_host_starts() -> None:
     for precision, more in (("bf16-mixed", True), ("32-true", False), ("bf16-true", False)):
         sizes = Sizes(replace(job(devices=1), precision=precision))
         one, other = (layer_work(sizes, each, False).backward.kernels for each in (plain, blocks))
-        weights = sizes.dense_weights(0)
+        weights = sizes.config.mixer_matrices(0) + sizes.config.feed_forward_matrices(0)
         assert other - one == pytest.approx(weights / 2**18 if more else 0)
 
 
@@ -230,6 +230,12 @@ def test_parameters_of_all_ranks_are_those_of_the_model(model: str) -> None:
     assert found == config.num_parameters()
 
 
+def attention_weights(sizes: Sizes) -> int:
+    """Elements of all matrices of attention on a rank."""
+    parameters = rank_parameters(sizes.config, sizes.layout, sizes.job.stages)
+    return sum(each.size for each in parameters if ".attention." in each.name and each.decay)
+
+
 @pytest.mark.parametrize("layout", [{"tp": 4}, {"tp": 2, "cp": 2}])
 def test_matrices_to_latents_are_whole_on_every_rank_and_their_rows_are_not(layout: dict[str, int]) -> None:
     """Under sequence parallelism each rank makes the latents of its own tokens: no product is made twice."""
@@ -240,4 +246,5 @@ def test_matrices_to_latents_are_whole_on_every_rank_and_their_rows_are_not(layo
     assert part.core.forward.attention * ranks == pytest.approx(one.core.forward.attention)
     config = shared.config
     copied = config.hidden_size * (config.q_lora_rank + config.kv_lora_rank + config.rotary_dim)
-    assert shared.attention_weights * shared.layout.tp - whole.attention_weights == copied * (shared.layout.tp - 1)
+    held, held_whole = (attention_weights(each) for each in (shared, whole))
+    assert held * shared.layout.tp - held_whole == copied * (shared.layout.tp - 1) * config.num_layers

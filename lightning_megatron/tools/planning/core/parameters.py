@@ -56,6 +56,11 @@ class PlannedParameter:
     reduce_late: bool = False
     in_fp8: bool = False
 
+    @property
+    def is_in_front(self) -> bool:
+        """True for a parameter in front of the layers."""
+        return self.name.startswith("embedding.")
+
 
 @lru_cache(maxsize=4096)
 def rank_parameters(
@@ -128,7 +133,7 @@ def _ends(
         last = StageLayers(0, 0, 0, range(0), has_embedding=False, has_loss=True)
         tied = {each.name for each in _parameters(config, shards, [last]) if each.tied_copy}
         found = [replace(each, reduce_late=each.name in tied) for each in found]
-    in_front = [each for each in found if each.name.startswith("embedding.")]
+    in_front = [each for each in found if each.is_in_front]
     return tuple(in_front), tuple(each for each in found if each not in in_front)
 
 

@@ -10,7 +10,7 @@ from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.optim.buffers.bucket_plan import default_bucket_size, plan_buckets
 from lightning_megatron.stage import StageLayers
 from lightning_megatron.tools.planning.core.job import PlannedJob
-from lightning_megatron.tools.planning.core.parameters import rank_parameters
+from lightning_megatron.tools.planning.core.parameters import PlannedParameter, rank_parameters
 from lightning_megatron.tools.planning.core.term import Term
 
 
@@ -22,7 +22,7 @@ class BufferSizes:
         elements: elements of all buffers.
         owned: elements that this rank updates: its share of every bucket, or all without a distributed optimizer.
         sent: elements of buckets that several ranks share, whose gradients are sent.
-        waiting: elements of ``sent`` that are sent only after the gradient of the stage's first parameter is computed.
+        waiting: elements of ``sent`` that are sent only after the gradient of the stage's first module is computed.
         late: elements of the largest parameter whose gradient two pipeline stages add up after backward.
     """
 
@@ -76,22 +76,23 @@ def _sizes(
     # With ep x etp = tp, an expert is replicated over the same ranks as dense layers.
     apart = layout.ep * layout.expert_tensor_parallel_size != layout.tp
     parameters = rank_parameters(config, layout, stages)
-    buffers: dict[tuple[bool, ...], list[int]] = {}
+    buffers: dict[tuple[bool, ...], list[PlannedParameter]] = {}
     for p in parameters:
         expert = p.expert and apart
         traits = (p.decay, p.replicated_over_tp, p.grad_sum_over_tp, p.tied_copy, expert, p.reduce_late)
-        buffers.setdefault(traits, []).append(p.size)
+        buffers.setdefault(traits, []).append(p)
     elements = owned = sent = waiting = 0
-    for i, (key, sizes) in enumerate(buffers.items()):
+    for i, (key, held) in enumerate(buffers.items()):
         ranks = replicas if key[4] else dense
-        plans = plan_buckets(sizes[::-1], bucket_size or default_bucket_size(ranks), ranks)
+        plans = plan_buckets([p.size for p in reversed(held)], bucket_size or default_bucket_size(ranks), ranks)
         length = plans[-1].end
         elements += length
         owned += length // ranks if shard else length
         if ranks > 1:
             sent += length
             # Sums over tp, or over stages, come first; the first parameter is in the last bucket of its buffer.
-            waiting += length if key[2] or key[5] else (length - plans[-1].start) * (i == 0)
+            is_last = i == 0 or held[0].is_in_front
+            waiting += length if key[2] or key[5] else (length - plans[-1].start) * is_last
     late = max((p.size for p in parameters if p.reduce_late), default=0)
     return BufferSizes(elements, owned, sent, waiting, late)
 
