@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
@@ -29,9 +30,35 @@ def extension(purpose: str) -> Callable[..., Any]:
     return found
 
 
-def further_families() -> list[Any]:
-    """Families of :data:`FAMILIES` and of other installed packages; their modules are imported now."""
-    return [resolve_name(name) for name in FAMILIES] + [each.load() for each in entry_points(group=FAMILY_GROUP)]
+def further_families(kind: type[_Value]) -> list[_Value]:
+    """Families of :data:`FAMILIES` and of other installed packages; their modules are imported now.
+
+    A warning names each entry point of another package that does not load, or that is no family; it is left out.
+
+    Args:
+        kind: class of families.
+    """
+    found: list[_Value] = [resolve_name(name) for name in FAMILIES]
+    for each in entry_points(group=FAMILY_GROUP):
+        try:
+            family = each.load()
+        except Exception as error:  # a package may fail in any way when it is imported
+            _warn_of(each, f"cannot be loaded ({type(error).__name__}: {error})")
+            continue
+        if isinstance(family, kind):
+            found.append(family)
+        else:
+            _warn_of(each, f"is of {type(family).__name__}, not of {kind.__name__}")
+    return found
+
+
+def _warn_of(entry: EntryPoint, fault: str) -> None:
+    package = "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    warnings.warn(
+        f"the model family {entry.name!r} of {package} is left out: its entry point {entry.value!r} in the group "
+        f"{FAMILY_GROUP!r} {fault}. Mend or uninstall the package",
+        stacklevel=2,
+    )
 
 
 class LazyMapping(Mapping[str, _Value], Generic[_Value]):

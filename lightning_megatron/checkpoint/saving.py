@@ -15,14 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_megatron.checkpoint.dcp.fragments import write_fragments
-from lightning_megatron.checkpoint.directory.atomic_dir import (
-    UNFINISHED,
-    discard,
-    place_for,
-    prepare,
-    publish,
-    sync_file,
-)
+from lightning_megatron.checkpoint.directory.atomic_dir import UNFINISHED, discard, place_for, prepare, publish
 from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.formats.meta import META, refuse_objects, render_meta, write_meta
 from lightning_megatron.checkpoint.formats.plain import plain
@@ -38,6 +31,7 @@ from lightning_megatron.checkpoint.tensors.state_dict import State
 from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.mesh import ParallelMesh
 
 PendingT = TypeVar("PendingT", bound="PendingSave")

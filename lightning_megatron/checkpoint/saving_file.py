@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory.atomic_dir import discard, publish, sync_file
+from lightning_megatron.checkpoint.directory.atomic_dir import discard, publish
 from lightning_megatron.checkpoint.formats.lightning_content import RankPart, SavedName, content_of_file
 from lightning_megatron.checkpoint.formats.lightning_file import record_faults
 from lightning_megatron.checkpoint.formats.meta import NOTE
@@ -28,6 +28,7 @@ from lightning_megatron.comm.objects import all_gather_object, gather_object
 from lightning_megatron.comm.p2p import as_bytes, receive, send
 from lightning_megatron.device.memory import total_memory_bytes
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 

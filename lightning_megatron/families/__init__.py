@@ -27,7 +27,7 @@ def _in_folder() -> Iterator[Family]:
 def _all() -> dict[str, Family]:
     found: dict[str, Family] = {}
     own = sorted(_in_folder(), key=lambda each: (not each.default_preset, each.model_type))
-    for each in (*own, *further_families()):
+    for each in (*own, *further_families(Family)):
         if each.model_type in found:
             raise ConfigError([Problem("model_type", each.model_type, "two families are registered for it")])
         found[each.model_type] = each

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from lightning_megatron.files.durable import sync_directory
 from lightning_megatron.files.writing import writing
 
 try:
@@ -39,10 +40,11 @@ class GrowingFile:
             os.fsync(self.stream.fileno())
 
     def publish(self) -> None:
-        """Rename it to ``final``, once it is on the disk."""
+        """Rename it to ``final``, once it is on the disk; then the name is on the disk, too."""
         self.sync()
         os.replace(self.path, self._final)
         self.stream.close()
+        sync_directory(self._final.parent)
 
     def publish_unless_equal(self) -> None:
         """Publish it unless a file of the same name and content exists, which other processes may have mapped."""
@@ -54,6 +56,8 @@ class GrowingFile:
                 self.publish()
         except OSError:  # a file system without links
             self.publish()
+        else:
+            sync_directory(self._final.parent)
         self.discard()
 
     def discard(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.recompute_plan import RecomputePlan
@@ -68,25 +69,35 @@ def count(case: Case, device: str, parts: tuple[str, ...] = PARTS) -> dict[str, 
     for part in parts:
         torch.compiler.reset()
         before = compiler_counts()
-        _run(case, part, torch.device(device))
+        gradients(case, part, device)
         found[part] = compiler_counts().since(before)
     return found
 
 
-def _run(case: Case, part: str, device: torch.device) -> None:
-    layout = ParallelLayout(**case.layout)
-    single = ParallelMesh.single(device)
-    mesh = ParallelMesh.create(layout, device) if case.ranks > 1 else single
+def gradients(case: Case, part: str | None, device: str) -> dict[str, Tensor]:
+    """The loss, and the gradient of each parameter on this rank, after one forward and backward.
+
+    Args:
+        case: the model on its layout.
+        part: the part that is compiled; ``None`` for none.
+        device: its type.
+    """
+    here = torch.device(device)
+    mesh = ParallelMesh.create(ParallelLayout(**case.layout), here) if case.ranks > 1 else ParallelMesh.single(here)
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "vocab_multiple": 16}
     config = configuration(f"{case.family}-tiny", **{**sizes, **case.more})
-    model = GPTModel(config, mesh, recompute=RecomputePlan(case.recompute), ops=Ops(device.type))
-    model.to(device=device, dtype=case.dtype)
+    torch.manual_seed(2)
+    model = GPTModel(config, mesh, recompute=RecomputePlan(case.recompute), ops=Ops(here.type))
+    model.to(device=here, dtype=case.dtype)
     compiled: dict[str, list[Any]] = {
         "block": list(model.layers.values()),
         "embedding": [model.embedding],
         "head": [model.head],
     }
-    for each in compiled[part]:
+    for each in compiled[part] if part else ():
         each.compile(backend="aot_eager", dynamic=False)
-    tokens = torch.randint(128, (2, 128), generator=torch.Generator().manual_seed(1)).to(device)
-    model(tokens, labels=tokens).backward()
+    tokens = torch.randint(128, (2, 128), generator=torch.Generator().manual_seed(1)).to(here)
+    loss = model(tokens, labels=tokens)
+    loss.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    return {"loss": loss.detach().cpu(), **{name: grad.cpu() for name, grad in grads.items()}}

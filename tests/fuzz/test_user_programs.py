@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from user_batches import MICRO_BATCH
 from user_comparison import Difference, beyond_rounding, differences
 from user_grammar import CHOICES, EXTRAS, KNOWN, LAYOUTS, SENSELESS, Program, broken, drawn
 from user_programs import Answer, answer_of, described, shrunk
@@ -92,6 +94,42 @@ def test_a_difference_is_rounding_if_stock_lightning_differs_as_much_with_weight
     assert not found(ours=1.0005, moved=1.0002)
     assert found(ours=1.0005, moved=1.0001)
     assert found(ours=1.1, moved=1.5)
+
+
+PARTS = "optimizer=momentum precision=bf16-mixed two-calls seed=3 @mb2"
+
+
+def trained(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights in fp32 at the end, and the optimizer's state."""
+    found = record["checkpoint"]
+    main = {name: value for name, value in found["state_dict"].items() if name.startswith("main ")}
+    state = {f"{name} state": each["momentum_buffer"] for name, each in found["optimizers"][0].items()}
+    return main | state
+
+
+def test_gradients_of_micro_batches_round_in_bf16_as_those_of_batches_that_stock_lightning_accumulates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program.parse(PARTS)
+    ours = trained(run(program, tmp_path / "ours", ours=True).record)
+    whole = trained(run(program.at("one"), tmp_path / "whole").record)
+    halves = trained(run(program.at("one"), tmp_path / "halves", halves=True).record)
+    monkeypatch.setattr("user_batches.BATCH", MICRO_BATCH)
+    accumulated = trained(run(program.at("one").always(accumulate="2"), tmp_path / "accumulated").record)
+    assert len(ours) == 8
+    for name, value in ours.items():
+        assert torch.equal(value, accumulated[name]), name
+        assert torch.equal(value, halves[name]), name
+    assert any(not torch.equal(value, whole[name]) for name, value in ours.items())
+
+
+@pytest.mark.slow
+def test_a_program_in_bf16_is_held_against_stock_lightning_with_a_backward_of_each_micro_batch(
+    ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    program = Program.parse("net=t5 odd cb-unfreeze seed=4100740 " + PARTS.replace(" seed=3", ""))
+    answer = answer_of(program, tmp_path, ranks)
+    assert answer.kind == "equal", described(program, answer)
 
 
 def test_weights_are_moved_by_one_unit_in_the_last_place(tmp_path: Path) -> None:

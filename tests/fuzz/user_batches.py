@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, random_split
 from user_grammar import Program
 
 FEATURES, LENGTH, WORDS, CLASSES = 12, 6, 20, 5
-SAMPLES, ODD, HELD_OUT, BATCH = 24, 26, 12, 4
+SAMPLES, ODD, HELD_OUT, BATCH, MICRO_BATCH = 24, 26, 12, 4, 2
 
 
 @dataclass
@@ -27,6 +27,11 @@ class Batch:
     number: Tensor
     names: Sequence[str] = ()
     lengths: Tensor | None = None
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of its samples."""
+        lengths = None if self.lengths is None else self.lengths[rows]
+        return Batch(self.x[rows], self.tokens[rows], self.y[rows], self.number[rows], self.names[rows], lengths)
 
 
 Named = namedtuple("Named", ("x", "tokens", "y", "number"))

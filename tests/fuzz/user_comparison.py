@@ -159,6 +159,12 @@ def beyond_rounding(
     return [difference for difference in found if not rounds(difference)]
 
 
+def in_both(found: Sequence[Difference], others: Sequence[Difference]) -> list[Difference]:
+    """Differences whose place is also among others."""
+    places = {(each.subject, each.place) for each in others}
+    return [each for each in found if (each.subject, each.place) in places]
+
+
 def _known_on(program: Program, rank: int, ranks: int, outcome: Outcome) -> dict[str, Any]:
     """What a rank of a layout must know."""
     record = dict(outcome.record)

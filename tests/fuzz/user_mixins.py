@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from user_batches import FEATURES, Batch, read
+from user_batches import FEATURES, MICRO_BATCH, Batch, read
 from user_nets import NETS
 from user_training import OPTIMIZERS, RATE
 
@@ -113,6 +113,27 @@ class TwoCalls:
         loss, out = super().objective(batch)
         turned = Batch(batch.x.flip(1), batch.tokens.flip(1), batch.y, batch.number, batch.names, batch.lengths)
         return loss + 0.5 * super().objective(turned)[0], out
+
+
+class Halves:
+    """The loss is one over the whole batch, and the backward one for each part of ``MICRO_BATCH`` samples.
+
+    Gradients are rounded and summed as under ``accumulate_grad_batches``, in the batches of the program.
+    """
+
+    def objective(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if not self.training:
+            return super().objective(batch)
+        rows = len(batch.number)
+        parts = [batch.rows(slice(start, start + MICRO_BATCH)) for start in range(0, rows, MICRO_BATCH)]
+        losses, outs = zip(*(super(Halves, self).objective(part) for part in parts), strict=True)
+        self.losses = losses
+        loss = sum(loss * (len(part.number) / rows) for loss, part in zip(losses, parts, strict=True))
+        return loss, torch.cat(outs)
+
+    def backward(self, loss: Tensor) -> None:
+        for part, share in zip(self.losses, torch.autograd.grad(loss, self.losses), strict=True):
+            part.backward(share)
 
 
 class RaggedLoss:

@@ -211,9 +211,15 @@ MIXINS: Mapping[str, type] = {
 }
 
 
-def module_of(program: Program) -> Any:
-    """The module of a program."""
-    mixins = [MIXINS[feature] for feature in program.features if feature in MIXINS]
+def module_of(program: Program, *, halves: bool = False) -> Any:
+    """The module of a program.
+
+    Args:
+        program: the program.
+        halves: true for a backward of each part of a batch; see ``Halves``.
+    """
+    mixins = [extras.Halves] if halves else []
+    mixins += [MIXINS[feature] for feature in program.features if feature in MIXINS]
     if program["metric"] not in ("none", "callback"):
         mixins.append(Measures)
     core = OurCore if "ours" in program.words else OwnCore

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from user_batches import loaders
+from user_batches import MICRO_BATCH, loaders
 from user_callbacks import callbacks_of, seen_by
 from user_grammar import Program
 from user_modules import FailedError, module_of
@@ -31,7 +31,7 @@ from lightning_megatron.testing.trainer import Recorder, quiet_trainer
 EPOCHS, SAVED_EVERY = 2, 4
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     **{"one": {}, "dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}},
-    **{"mb2": {"micro_batch_size": 2}, "dp2+mb2": {"micro_batch_size": 2}},
+    **{"mb2": {"micro_batch_size": MICRO_BATCH}, "dp2+mb2": {"micro_batch_size": MICRO_BATCH}},
 }
 RANKS = {"dp2": 2, "tp2": 2, "pp2": 2, "dp2+mb2": 2}
 SOME_UNUSED = ("loop=manual-two", "net=t5", "net=bert", "late-group", "temperature")
@@ -73,8 +73,8 @@ class LastPlaces(Callback):
 class _Run:
     """A program in one folder: fits, evaluates, and keeps a record."""
 
-    def __init__(self, program: Program, folder: Path, ours: bool, moved: int | None) -> None:
-        self.program, self.folder, self.ours, self.moved = program, folder, ours, moved
+    def __init__(self, program: Program, folder: Path, ours: bool, moved: int | None, halves: bool) -> None:
+        self.program, self.folder, self.ours, self.moved, self.halves = program, folder, ours, moved, halves
         self.record: dict[str, Any] = {"logged": {}, "callbacks": {}}
         self.stopped = False
 
@@ -96,7 +96,7 @@ class _Run:
         """
         program, folder = self.program, self.folder
         seed_everything(program.seed, verbose=False)
-        module, (rows, held_out) = module_of(program), loaders(program)
+        module, (rows, held_out) = module_of(program, halves=self.halves), loaders(program)
         callbacks, recorder = callbacks_of(program, folder), Recorder()
         callbacks += [LastPlaces(self.moved)] if self.moved is not None else []
         if program["stop"] != "none":
@@ -252,7 +252,13 @@ def _quiet() -> Iterator[None]:
 
 
 def run(
-    program: Program, folder: Path, part: str = "whole", *, ours: bool = False, moved: int | None = None
+    program: Program,
+    folder: Path,
+    part: str = "whole",
+    *,
+    ours: bool = False,
+    moved: int | None = None,
+    halves: bool = False,
 ) -> Outcome:
     """Run a program on this rank of the process group, if there is one.
 
@@ -262,9 +268,10 @@ def run(
         part: ``"first"`` up to its stop, ``"second"`` from there on, ``"whole"`` without it.
         ours: false for Lightning's strategy.
         moved: a seed to move weights in their last places; see ``LastPlaces``.
+        halves: true for a backward of each part of a batch; see ``Halves``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    here = _Run(program, folder, ours, moved)
+    here = _Run(program, folder, ours, moved, halves)
     with _quiet():
         try:
             here.part(part)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from lightning_megatron.checkpoint.directory.owner import Owner
+from lightning_megatron.files.durable import sync_directory
 
 UNFINISHED = ".unfinished"
 
@@ -193,21 +194,6 @@ def swap_entries(a: Path, b: Path) -> bool:
     except (AttributeError, OSError, TypeError):
         return False
     return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
-def sync_file(file: Path) -> None:
-    """Wait until a file is on the disk."""
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    if os.name == "posix":
-        sync_file(directory)
 
 
 def delete(path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.integrity.unpacked_size import refuse_packed
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files.durable import sync_file
 
 META = "meta.pt"
 NOTE = "lightning_megatron"

@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory.atomic_dir import sync_directory, sync_file
 from lightning_megatron.checkpoint.tensors.fragment import part_of
 from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files.durable import sync_directory, sync_file
 from lightning_megatron.params import Box
 
 DTYPES: Mapping[str, torch.dtype] = {

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory.atomic_dir import sync_file
 from lightning_megatron.checkpoint.formats import safetensors_file
 from lightning_megatron.checkpoint.formats.meta import refuse_objects
 from lightning_megatron.checkpoint.formats.safetensors_file import Entry
@@ -27,6 +26,7 @@ from lightning_megatron.comm.all_ranks import on_all_ranks
 from lightning_megatron.comm.objects import all_gather_object
 from lightning_megatron.comm.p2p import as_bytes, receive, send
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 

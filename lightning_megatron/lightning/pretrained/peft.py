@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.adapters.lora import LoRA
 from lightning_megatron.adapters.targets import EMBEDDING, AdaptedLayer, Part
 from lightning_megatron.checkpoint import CheckpointError
-from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
+from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish
 from lightning_megatron.checkpoint.formats.hf.directory import ADAPTER, read_json_object
 from lightning_megatron.checkpoint.formats.hf.tensors import row_rule
 from lightning_megatron.checkpoint.formats.safetensors_file import read_lazily
@@ -26,6 +26,7 @@ from lightning_megatron.checkpoint.tensors.lazy_tensor import LazyTensor
 from lightning_megatron.config.hugging_face.tensors import TRANSPOSED
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.files.writing import writing
 from lightning_megatron.lightning.pretrained.convert import refuse_existing
 from lightning_megatron.lightning.pretrained.parameter_specs import weight_shapes

@@ -14,7 +14,7 @@ from lightning_megatron.comm.objects import broadcast_object
 from lightning_megatron.device import is_lazy, mark_step
 from lightning_megatron.lightning.step.grad_reduction import declared_batch_size
 from lightning_megatron.lightning.step.log_capture import LogSync
-from lightning_megatron.lightning.step.metric_sync import MetricSync
+from lightning_megatron.lightning.step.metric_sync import MetricSync, MetricWatch
 from lightning_megatron.lightning.step.micro_batches import split_batch
 from lightning_megatron.lightning.step.optimizers import OptimizerSet
 from lightning_megatron.lightning.step.per_token_loss import num_tokens_in, scale_with_tokens
@@ -87,6 +87,10 @@ class StepEngine:
         """Synchronize the torchmetrics objects of a module over ranks, and look if a hook reads outputs of a step."""
         self._metrics.install(module)
         self._shares_outputs = self._is_pipeline and reads_outputs(module.trainer)
+
+    def metric_watch(self) -> MetricWatch:
+        """A callback that lets metrics made during the run be synchronized, too."""
+        return MetricWatch(self._metrics)
 
     def split(self, batch: Any, trainer: Trainer, loader: int = 0) -> MicroBatches | None:
         """Micro-batches of a batch; ``None`` if one plain call of the step is enough.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -60,6 +60,24 @@ class MetricSync:
         if self._pipeline.size == 1:
             return parts
         return broadcast_object(parts, self._pipeline, self._pipeline.size - 1, self._device)
+
+
+class MetricWatch(Callback):
+    """Finds metrics that hooks and steps have made since the start of the run, before an epoch and at its end."""
+
+    reads_parameters = False
+
+    def __init__(self, sync: MetricSync) -> None:
+        self._sync = sync
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MetricWatch:
+        return MetricWatch(self._sync)  # copies share the process groups
+
+    def _look(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sync.install(pl_module)
+
+    on_train_epoch_start = on_validation_epoch_start = on_test_epoch_start = _look
+    on_train_epoch_end = on_validation_epoch_end = on_test_epoch_end = _look
 
 
 def _metrics_in(value: Any, seen: set[int]) -> Iterator[Metric]:

@@ -129,6 +129,7 @@ class StrategyHooks(ParallelStrategy):
         self._own_callbacks.surround_averages(self._params)
         plugin, how = self.precision_plugin, (self.boundary, self._job.pipeline_schedule, self.micro_batch_size)
         self._engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)
+        self._own_callbacks.add(self._engine.metric_watch())
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples the same order, and shield workers from signals."""
@@ -153,8 +154,7 @@ class StrategyHooks(ParallelStrategy):
         self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
         self._params.begin_evaluation(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            if self._layer_sync is not None:
-                assert self.model is not None
+            if self._layer_sync is not None and self.model is not None:
                 self.model = self._layer_sync.apply(self.model)
             warn_of_idle(module, self.mesh.layout, self._job.recompute)
             warn_of_slow(module, devices.kind_of(self.root_device), bool(self._job.compile))

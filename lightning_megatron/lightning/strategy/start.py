@@ -26,6 +26,7 @@ from lightning_megatron.lightning.environments.agreement import rank_problems
 from lightning_megatron.lightning.monitoring.example_input import ExampleInput
 from lightning_megatron.lightning.monitoring.hook_marks import HookMarks
 from lightning_megatron.lightning.monitoring.late_bar import LateBar
+from lightning_megatron.lightning.step.metric_sync import MetricWatch
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.step.watchers import averages_parameters
 from lightning_megatron.lightning.stopping.worker_signals import let_workers_outlive_signals
@@ -52,7 +53,7 @@ from lightning_megatron.recorder.file_format import Kind
 from lightning_megatron.stage import StageBoundary
 
 ORDER: tuple[type[Callback], ...] = (
-    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients, LateBar, ExampleInput),
+    *(BeforeNextStep, TrainingWatch, EvaluationWatch, HookGradients, MetricWatch, LateBar, ExampleInput),
     *(Callback, KillSwitch, Checkpoint, HookMarks),
 )
 """Order of callbacks during a run: ``Callback`` stands for the user's, ``Checkpoint`` for those that save."""

@@ -244,16 +244,18 @@ class HookGradients(Callback):
         if self._params.backward_is_last and self._params.optimizers is not None:
             self._params.optimizers.average_others()
         if self._params.backward_is_last and (pl_module.automatic_optimization or self._after_backward):
-            for sharded in self._params.sharded:
-                if not sharded.grads_are_complete:
-                    sharded.finish_grad_sync()
-                if self._after_backward:
-                    sharded.show_mean_grads()
+            self._complete(shown=self._after_backward)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Show the unscaled gradients to hooks, and to the module's own clipping."""
-        for sharded in self._params.sharded if self._before_step else ():
-            if sharded.optimizer is optimizer:
+        """Show gradients to hooks, and to the module's own clipping: unscaled ones, and the others' sums so far."""
+        if self._before_step:
+            self._complete(shown=True)
+
+    def _complete(self, shown: bool) -> None:
+        for sharded in self._params.sharded:
+            if not sharded.grads_are_complete:
+                sharded.finish_grad_sync()
+            if shown:
                 sharded.show_mean_grads()
 
 

@@ -140,10 +140,7 @@ class Toggled(Net):
 
 
 class ToggledSums(Toggled):
-    """Steps every second batch; the hook looks at the parameters of its optimizer."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.seen.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None and p.requires_grad])
+    """Steps every second batch; a hook in front of a step also sees what the other optimizer has gathered so far."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
         for optimizer in self.optimizers():  # type: ignore[union-attr]

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FAMILY = """
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +57,16 @@ USES = """if True:
     given = {"LIGHTNING_MEGATRON_DATA_PATH": "x", "LIGHTNING_MEGATRON_VOCAB_FILE": "y"}
     assert changes_of(recipe, given)["data"]["init_args"] == {"data_path": "x"}
 """
+OTHERS = """if True:
+    from lightning_megatron.errors import ConfigError
+    from lightning_megatron.families import DEFAULT_PRESETS, FAMILIES, family_of
+    assert {"llama", "bert", "t5"} <= set(FAMILIES)
+    assert DEFAULT_PRESETS["LlamaModule"]
+    try:
+        family_of({"model_type": "mine"})
+    except ConfigError as error:
+        print(error)
+"""
 TWICE = """if True:
     from lightning_megatron.families import FAMILIES
     list(FAMILIES)
@@ -68,7 +80,7 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
 
 
-def install(folder: Path, family: str) -> None:
+def install(folder: Path, family: str, target: str = "my_family:FAMILY") -> None:
     """A package with one family, as an installer leaves it."""
     (folder / "recipes").mkdir(parents=True)
     (folder / "recipes" / "mine-small.yaml").write_text("trainer: {}\n")
@@ -76,7 +88,7 @@ def install(folder: Path, family: str) -> None:
     about = folder / "my_family-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-family\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[lightning_megatron.families]\nmine = my_family:FAMILY\n")
+    (about / "entry_points.txt").write_text(f"[lightning_megatron.families]\nmine = {target}\n")
 
 
 def test_a_family_of_an_installed_package_is_known_without_torch(tmp_path: Path) -> None:
@@ -90,3 +102,25 @@ def test_a_second_family_of_one_model_type_is_refused(tmp_path: Path) -> None:
     install(tmp_path, FAMILY.replace('"mine",\n', '"llama",\n', 1))
     done = run(TWICE, tmp_path)
     assert "model_type='llama': two families are registered for it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "fault"),
+    [
+        (FAMILY, "my_families:FAMILY", "cannot be loaded (ModuleNotFoundError: No module named 'my_families')"),
+        (FAMILY, "my_family:FAMILIES", "cannot be loaded (AttributeError: module 'my_family' has no attribute"),
+        ("raise OSError('no libmine.so')", "my_family:FAMILY", "cannot be loaded (OSError: no libmine.so)"),
+        (FAMILY, "my_family:MyModule", "is of type, not of Family"),
+    ],
+    ids=["module", "name", "import", "kind"],
+)
+def test_a_broken_family_is_named_once_and_the_others_are_found(
+    tmp_path: Path, family: str, target: str, fault: str
+) -> None:
+    install(tmp_path, family, target)
+    done = run(OTHERS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    named = f"the model family 'mine' of my-family 1.0 is left out: its entry point '{target}'"
+    assert done.stderr.count(named) == 1
+    assert fault in done.stderr
+    assert "model_type='mine': no mapping for it" in done.stdout

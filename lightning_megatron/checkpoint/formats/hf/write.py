@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish, sync_file
+from lightning_megatron.checkpoint.directory.atomic_dir import discard, prepare, publish
 from lightning_megatron.checkpoint.directory.leftovers import remove_stale
 from lightning_megatron.checkpoint.formats.hf.directory import CONFIG, SAFETENSORS, index_name
 from lightning_megatron.checkpoint.formats.safetensors_file import header_bytes, num_bytes
@@ -24,6 +24,7 @@ from lightning_megatron.checkpoint.formats.weight_map import Split
 from lightning_megatron.checkpoint.tensors.lazy_tensor import cast
 from lightning_megatron.comm.p2p import as_bytes
 from lightning_megatron.errors import CheckpointError
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.files.writing import writing
 
 Shard = dict[str, tuple[torch.dtype, tuple[int, ...]]]
