@@ -52,7 +52,8 @@ from lightning_megatron.checkpoint import (
     model_state,
     save,
 )
-from lightning_megatron.checkpoint.directory.atomic_dir import remove, sync_file
+from lightning_megatron.checkpoint.directory.atomic_dir import remove
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.checkpoint.tensors.fragment import Chunk
 from lightning_megatron.checkpoint.tensors.keys import model_key
 from lightning_megatron.mesh import ParallelMesh

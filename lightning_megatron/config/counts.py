@@ -9,6 +9,12 @@ GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "swiglu_clamped"})
 """Activations with a gate, which takes a matrix of its own."""
 
 
+def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
+    """The vocabulary rounded up to a multiple of ``multiple x tp``, so that every rank holds a well-shaped slice."""
+    step = multiple * tp
+    return -(-vocab_size // step) * step
+
+
 class LayerCounts(AttentionConfig, MoEConfig):
     """Sums over layers of what each part has; :class:`TransformerConfig` has the fields.
 

@@ -4,8 +4,9 @@ Each takes a :class:`~lightning_megatron.mesh.ParallelMesh`; on a mesh of one ra
 the reference for every other layout. Activations are ``[S, B, H]``, under sequence parallelism ``[S/tp, B, H]``.
 """
 
+from lightning_megatron.config.counts import padded_vocab_size
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy
-from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 

@@ -10,17 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm.collectives import reduce_from_region, reduce_scatter_sequence
+from lightning_megatron.config.counts import padded_vocab_size
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.accumulate import add_rows_
 from lightning_megatron.params import SAME_NAME, ParamSpec
 from lightning_megatron.weight_grad_store import WeightGradStore
-
-
-def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:
-    """The vocabulary rounded up to a multiple of ``multiple x tp``, so that every rank holds a well-shaped slice."""
-    step = multiple * tp
-    return -(-vocab_size // step) * step
 
 
 class _Rows(torch.autograd.Function):

@@ -17,12 +17,13 @@ from lightning_megatron.comm.collectives import (
     join_sequence,
     local_shard,
 )
+from lightning_megatron.config.counts import padded_vocab_size
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.documents import Documents
 from lightning_megatron.layers.cross_entropy import linear_cross_entropy, linear_token_losses
 from lightning_megatron.layers.dropout import Dropout
-from lightning_megatron.layers.embedding import VocabParallelEmbedding, padded_vocab_size
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.layers.norm import model_norm
 from lightning_megatron.layers.parts import Cache, FeedForward, Mixer, part_class

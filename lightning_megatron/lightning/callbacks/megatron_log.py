@@ -18,10 +18,10 @@ from torch import Tensor
 from lightning_megatron.arguments import at_least, checked
 from lightning_megatron.comm.collectives import all_reduce
 from lightning_megatron.comm.objects import all_gather_object
+from lightning_megatron.config.counts import padded_vocab_size
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.data.loading.resumable_loader import ResumableDataLoader
 from lightning_megatron.errors import ConfigError, Problem
-from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.lightning.callbacks.throughput import WorkDone, work_of
 from lightning_megatron.lightning.monitoring import megatron_lines as lines
 from lightning_megatron.lightning.monitoring.run_arguments import run_arguments

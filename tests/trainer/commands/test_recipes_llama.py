@@ -12,9 +12,9 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.config.counts import padded_vocab_size
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.data import IndexedDatasetWriter
-from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.lightning.validation.job import Job, job_problems
 from lightning_megatron.lightning.validation.settings import JobSettings
 from lightning_megatron.mesh import ParallelMesh

@@ -27,7 +27,10 @@ SHAPES["model.layers.0.mlp.down_proj.weight"] = (8, 12)
 DECLARED = "lightning/pretrained/parameter_specs.py"
 OF_THE_CONFIGURATION = {"checkpoint/formats/hf/__init__.py", "families/__init__.py", "families/llama.py"}
 OF_THE_CONFIGURATION |= {f"config/hugging_face/{name}.py" for name in ("family", "passive", "decoder", "rope")}
-OF_THE_CONFIGURATION |= {f"config/{name}.py" for name in ("reader", "transformer", "attention", "moe", "rope_scaling")}
+OF_THE_CONFIGURATION |= {
+    f"config/{name}.py"
+    for name in ("reader", "transformer", "counts", "layer_spec", "attention", "moe", "rope_scaling")
+}
 OF_THE_CONFIGURATION |= {"arguments.py", "errors.py", "extensions.py"}
 BESIDE_THE_TENSOR = {
     "tools/cli/common.py": "ends by signal",

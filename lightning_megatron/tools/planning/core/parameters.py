@@ -12,15 +12,10 @@ from functools import lru_cache
 from math import gcd, prod
 from pkgutil import resolve_name
 
-import torch
-
 from lightning_megatron.config.layer_spec import LayerSpec
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.families import first_family
-from lightning_megatron.layers.fp8_linear import block_linears
-from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.params import named_specs
 from lightning_megatron.stage import StageLayers
 from lightning_megatron.tools.planning.core.job import PlannedJob
 
@@ -141,6 +136,12 @@ def _parameters(
     config: TransformerConfig, shards: ParallelLayout, stages: Sequence[StageLayers]
 ) -> list[PlannedParameter]:
     """Parameters of stages, from the model of the configuration's family."""
+    import torch  # here, so that a command answers --help without it
+
+    from lightning_megatron.layers.fp8_linear import block_linears
+    from lightning_megatron.mesh import ParallelMesh
+    from lightning_megatron.params import named_specs
+
     kind = resolve_name(first_family(config).model)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # a run goes on with the numbers of its own
         model = kind(config, ParallelMesh(shards), stages)

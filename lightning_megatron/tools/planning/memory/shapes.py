@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd
 
-from lightning_megatron.config.counts import GATED
+from lightning_megatron.config.counts import GATED, padded_vocab_size
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.tools.planning.core.experts import expert_rows, gathers_tokens
 from lightning_megatron.tools.planning.core.job import AttentionKind, PlannedJob
 

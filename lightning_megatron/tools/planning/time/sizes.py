@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_megatron.config.counts import GATED
+from lightning_megatron.config.counts import GATED, padded_vocab_size
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
-from lightning_megatron.layers.embedding import padded_vocab_size
 from lightning_megatron.stage import StageLayers
 from lightning_megatron.tools.planning.core.experts import expert_rows
 from lightning_megatron.tools.planning.core.job import PlannedJob
