@@ -53,9 +53,9 @@ from lightning_megatron.checkpoint import (
     save,
 )
 from lightning_megatron.checkpoint.directory.atomic_dir import remove
-from lightning_megatron.files.durable import sync_file
 from lightning_megatron.checkpoint.tensors.fragment import Chunk
 from lightning_megatron.checkpoint.tensors.keys import model_key
+from lightning_megatron.files.durable import sync_file
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.params import Box
 from lightning_megatron.testing.trainer import quiet_trainer

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.parts import FeedForward, Routed
+from lightning_megatron.layers.parts import FeedForward
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.activation import Activation, activation_of
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
@@ -89,6 +89,7 @@ class DenseFeedForward(FeedForward, MLP):
         )
         self.is_pure = mesh.tp.size == 1
 
-    def forward(self, x: Tensor, routed: object = None) -> Routed:  # type: ignore[override]
-        """``[S, B, H] -> [S, B, H]``; every token is transformed alike, and there is no auxiliary loss."""
-        return self.fc2(self.activation(self.fc1(x))), None
+    def forward(self, x: Tensor, routed: object = None) -> Tensor:
+        """``[S, B, H] -> [S, B, H]``; every token is transformed alike, ``routed`` or not."""
+        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return out

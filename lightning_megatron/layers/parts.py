@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.transformer import TransformerConfig
@@ -36,7 +36,7 @@ class Cache(Protocol):
         ...
 
 
-class Part(nn.Module):
+class LayerPart(nn.Module):
     """Base of both parts."""
 
     @classmethod
@@ -45,7 +45,7 @@ class Part(nn.Module):
         return []
 
 
-class Mixer(Part):
+class Mixer(LayerPart):
     """Mixes the tokens of a sequence: attention of any kind, or a recurrence.
 
     ``forward(x, rotary, cache, key_mask, documents=...)`` maps ``[S, B, H]``, or a sequence shard, to the same shape.
@@ -68,11 +68,11 @@ class Mixer(Part):
         raise NotImplementedError(f"{type(self).__name__} cannot decode")
 
 
-class FeedForward(Part):
+class FeedForward(LayerPart):
     """Transforms each token.
 
-    ``forward(x, routed)`` maps ``[S, B, H]``, or a sequence shard, to the same shape. It returns the result and an
-    auxiliary loss, ``None`` for none.
+    ``forward(x, routed)`` maps ``[S, B, H]``, or a sequence shard, to the same shape. It returns the result, or a pair
+    of the result and an auxiliary loss (``None`` for none). ``routed`` is left out where all tokens are alike.
 
     Attributes:
         is_pure: True if it draws no random numbers, counts nothing and communicates nothing.
@@ -98,7 +98,3 @@ def part_problems(config: TransformerConfig, layout: ParallelLayout) -> list[Pro
     """Faults of a layout for the parts of a model, each once."""
     kinds = dict.fromkeys(name for layer in config.layers for name in (layer.mixer, layer.feed_forward))
     return [problem for name in kinds for problem in part_class(name).layout_problems(config, layout)]
-
-
-Routed = tuple[Tensor, Tensor | None]
-"""Result of a feed-forward part: ``[S, B, H]``, and the auxiliary loss of its experts, if any."""

@@ -117,7 +117,9 @@ class Block(CompilablePart):
         return out
 
     def _feed(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
-        out, aux_loss = self.mlp(self.mlp_norm(x), routed)
+        h = self.mlp_norm(x)
+        found = self.mlp(h) if routed is None else self.mlp(h, routed)
+        out, aux_loss = found if isinstance(found, tuple) else (found, None)
         return self.mlp_post_norm(out), aux_loss
 
 

@@ -14,7 +14,7 @@ from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import Problem, raise_if_any
 from lightning_megatron.layers.mlp import MLP
-from lightning_megatron.layers.parts import FeedForward, Routed
+from lightning_megatron.layers.parts import FeedForward
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.moe.aux_loss import count_tokens
 from lightning_megatron.moe.capacity_bins import CapacityBins
@@ -86,7 +86,7 @@ class MoELayer(FeedForward):
         """True if every rank gets all tokens, and False if each token is sent to the ranks of its experts."""
         return self.config.moe_dynamic or self.config.moe_token_dispatcher == "allgather"
 
-    def forward(self, x: Tensor, routed: RoutedTokens | None = None) -> Routed:
+    def forward(self, x: Tensor, routed: RoutedTokens | None = None) -> tuple[Tensor, Tensor | None]:
         """``[S, B, H] -> [S, B, H]``, and the auxiliary loss (``None`` if there is none).
 
         Args:
@@ -100,7 +100,7 @@ class MoELayer(FeedForward):
         """Context in which the router knows the first run of a forward from its repetition in the backward."""
         return self.router.runs.forward(torch.is_grad_enabled()) if self.training else nullcontext()
 
-    def _forward(self, x: Tensor, routed: RoutedTokens | None) -> Routed:
+    def _forward(self, x: Tensor, routed: RoutedTokens | None) -> tuple[Tensor, Tensor | None]:
         experts, weights, aux_loss = self.router(x, routed)
         reads_counts = self._reads_counts or len(self.experts.products) > 0
         out = (self._compute_outside_of_graphs if reads_counts else self._compute)(x, experts, weights)

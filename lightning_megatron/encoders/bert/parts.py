@@ -91,7 +91,7 @@ class PostNormBlock(Block):
         inputs = x, rotary, cache, key_mask
         out = run_part(plan, "attention", self.attention, *inputs, rng=self.rng, is_pure=is_pure)
         x = self.attention_norm(x + self.dropout(out))
-        out, _ = run_part(plan, "mlp", self.mlp, x, rng=self.rng, is_pure=self.mlp.is_pure)
+        out = run_part(plan, "mlp", self.mlp, x, rng=self.rng, is_pure=self.mlp.is_pure)
         return self.mlp_norm(x + self.dropout(out)), None
 
 
