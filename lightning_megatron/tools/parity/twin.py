@@ -54,8 +54,10 @@ def twin_config(config: TransformerConfig, layout: ParallelLayout) -> Transforme
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
+    if config.rope_head_dim:
+        changes["rope_head_dim"] = HEAD_DIM // 2
     if config.has_latents:
-        sizes = {"kv_lora_rank": HEAD_DIM, "rope_head_dim": HEAD_DIM // 2, "v_head_dim": HEAD_DIM}
+        sizes = {"kv_lora_rank": HEAD_DIM, "v_head_dim": HEAD_DIM}
         changes |= sizes | {"q_lora_rank": HEAD_DIM if config.q_lora_rank else 0}
     if config.sliding_window:
         changes["sliding_window"] = min(config.sliding_window, twin_seq_length(layout) // 4)
