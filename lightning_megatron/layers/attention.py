@@ -268,6 +268,6 @@ class SelfAttention(HeadAttention):
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Heads ``[S, B, N, D]`` with the first features of each rotated, or all; a copy in either case."""
         if self.turned == self.head_dim:
-            return self.rope.run(x, cos, sin)  # type: ignore[no-any-return]
+            return self.rope.run(x, cos, sin)
         turned, rest = x.split((self.turned, self.head_dim - self.turned), dim=-1)
         return torch.cat((self.rope.run(turned, cos, sin), rest), dim=-1)

@@ -57,8 +57,13 @@ def test_what_the_backward_needs_keeps_no_fused_product_alive() -> None:
     """Of queries, keys and values, four heads and two groups, nothing is kept that is as large as all of them."""
     part, rotary = attention(4)
     kept: list[Tensor] = []
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
     x = torch.randn(S, B, HEADS * D)
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: (kept.append(saved), saved)[1], lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         part(x, rotary)
     weights = {param.untyped_storage().data_ptr() for param in part.parameters()}
     fused = S * B * (HEADS + 2 * 2) * D * x.element_size()
