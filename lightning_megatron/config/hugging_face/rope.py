@@ -48,7 +48,7 @@ def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any], share: fl
         reader: reader of ``config.json``, which collects the faults.
         name: name of the mapping in messages.
         given: its entries, with its base.
-        share: the same as in :func:`rope_from_hf`.
+        share: share of a head's features that is rotated if there is no entry of it; ``None`` if all always are.
     """
     rope = ConfigReader(given)
     theta = rope.get("rope_theta", 10000.0)
