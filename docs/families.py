@@ -22,7 +22,7 @@ COLUMNS = ("family", "its file", "its own modules", "fields that none before it 
 FIRST = ("gpt2", "llama", "mixtral")
 """Families that shared code was written for."""
 NEXT = ("bloom", "qwen2", "qwen3", "qwen3_moe", "bert", "mistral", "gemma2", "gemma3_text", "gpt_oss", "t5")
-NEXT += ("deepseek_v2", "deepseek_v3")
+NEXT += ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Those that came after them, in this order; any others follow."""
 SIZES = {"norm_epsilon", "moe_ffn_hidden_size", "moe_router_topk"}
 """Fields of theirs that their presets leave as they are."""

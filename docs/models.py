@@ -38,6 +38,7 @@ LICENCES = {
     "deepseek-v3": ("DeepSeek Model License, which limits the use", "deepseek-ai/DeepSeek-V3"),
     "gemma2-": (GEMMA, "google/gemma-2-9b"),
     "gemma3-": (GEMMA, "google/gemma-3-4b-pt"),
+    "glm4.5": ("MIT", "zai-org/GLM-4.5"),
     "gpt-oss-": (APACHE, "openai/gpt-oss-20b"),
     "gpt2": ("MIT, modified", "openai-community/gpt2"),
     "gpt3-": ("", ""),

@@ -44,6 +44,9 @@ _DEEPSEEK |= {"n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate
 _DEEPSEEK |= {"topk_group": 2, "routed_scaling_factor": 1.5}
 _DEEPSEEK["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 _DEEPSEEK["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9, "rope_theta": 700.0}
+_GLM: dict[str, Any] = {"head_dim": 8, "use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 1}
+_GLM |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2}
+_GLM |= {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0}
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": POSITIONS}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1},
@@ -61,6 +64,7 @@ TINY: dict[str, dict[str, Any]] = {
     | {"sliding_window": 5, "layer_types": _LAYERS, "swiglu_limit": 0.3},
     "deepseek_v2": _DEEPSEEK | {"q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _DEEPSEEK | {"norm_topk_prob": True, "num_nextn_predict_layers": 0},
+    "glm4_moe": _SIZES | _GLM,
 }
 """Contents of ``config.json`` by ``model_type``."""
 for _kind, _config in TINY.items():
@@ -68,7 +72,8 @@ for _kind, _config in TINY.items():
 
 
 TRAINED: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"mtp_num_layers": 1, "moe_expert_bias_update_rate": 0.001, "mtp_loss_scaling_factor": 0.3}
+    family: {"mtp_num_layers": 1, "moe_expert_bias_update_rate": 0.001, "mtp_loss_scaling_factor": 0.3}
+    for family in ("deepseek_v3", "glm4_moe")
 }
 """Fields that matter in training, and that no ``config.json`` has."""
 LAYOUTS: dict[str, dict[str, Any]] = {

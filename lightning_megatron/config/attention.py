@@ -47,7 +47,8 @@ class AttentionConfig:
             https://arxiv.org/abs/2405.04434); 0 for attention without latents. With latents ``add_qkv_bias`` is for
             the projections to them.
         q_lora_rank: features of the latent from which queries are made; 0 for queries from the tokens themselves.
-        rope_head_dim: rotated features of a query and a key, out of ``head_dim``; with latents only.
+        rope_head_dim: rotated features of a query and a key, out of ``head_dim``: with latents the last ones, without
+            latents the first ones; 0 for all, without latents.
         v_head_dim: features of a value; 0 for ``head_dim``. Another number needs latents.
     """
 
@@ -130,20 +131,19 @@ class AttentionConfig:
         if self.rope_local_theta and not self.sliding_window:
             reason = "is the base in layers with a window, and there is none: set rope_theta, or sliding_window"
             found.append(Problem("rope_local_theta", self.rope_local_theta, reason, (0.0,)))
+        if self.rope_head_dim % 2 or self.rope_head_dim < 2 * self.has_latents:
+            reason = "the rotary embedding rotates pairs of features: give an even number of at least 2"
+            found.append(Problem("rope_head_dim", self.rope_head_dim, reason, (max(2, self.rope_head_dim // 2 * 2),)))
         return found + (self._misfits_of_latents() if self.has_latents else self._latents_without_rank())
 
     def _latents_without_rank(self) -> list[Problem]:
         """Fields for latents that are given without ``kv_lora_rank``."""
         reason = "needs latents: give kv_lora_rank, or leave it out"
-        names = ("q_lora_rank", "rope_head_dim", "v_head_dim")
+        names = ("q_lora_rank", "v_head_dim")
         return [Problem(name, value, reason, (0,)) for name in names if (value := getattr(self, name))]
 
     def _misfits_of_latents(self) -> list[Problem]:
         """Parts of attention that latents do not support."""
         given = {"qk_norm": self.qk_norm, "attention_sinks": self.attention_sinks}
         reason = f"latents (kv_lora_rank={self.kv_lora_rank}) do not support it"
-        found = [Problem(name, True, reason, (False,)) for name, is_on in given.items() if is_on]
-        if self.rope_head_dim < 2 or self.rope_head_dim % 2:
-            reason = "the rotary embedding rotates pairs of features: give an even number of at least 2"
-            found.append(Problem("rope_head_dim", self.rope_head_dim, reason, (64,)))
-        return found
+        return [Problem(name, True, reason, (False,)) for name, is_on in given.items() if is_on]

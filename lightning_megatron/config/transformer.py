@@ -204,7 +204,7 @@ class TransformerConfig(LayerCounts):
             near = nearest_to(heads, divisors(self.hidden_size))
             reason = f"hidden_size={self.hidden_size} does not split over the heads, and head_dim is not given"
             found.append(Problem("num_attention_heads", heads, reason, near))
-        elif self.position_embedding == "rope" and self.rotary_dim % 2:
+        elif self.position_embedding == "rope" and self.head_dim % 2 and not self.rope_head_dim:
             near = nearest_to(self.head_dim, (self.head_dim - 1, self.head_dim + 1))
             found.append(Problem("head_dim", self.head_dim, "rotary embedding rotates pairs of features", near))
         if isinstance(self.rope_scaling, DynamicScaling) and self.rotary_dim == 2:
@@ -216,7 +216,18 @@ class TransformerConfig(LayerCounts):
         if self.mtp_num_layers and (self.position_embedding == "learned" or self.embedding_norm):
             reason = "the last stage embeds tokens by their table alone: it has no learned positions and no norm"
             found.append(Problem("mtp_num_layers", self.mtp_num_layers, reason, (0,)))
-        return found + (self._latent_problems() if self.has_latents else [])
+        return found + (self._latent_problems() if self.has_latents else self._partial_rotation_problems())
+
+    def _partial_rotation_problems(self) -> list[Problem]:
+        """Faults of a number of rotated features, without latents."""
+        found, turned = [], self.rope_head_dim
+        if turned and self.position_embedding != "rope":
+            reason = f"position_embedding={self.position_embedding!r} rotates no features"
+            found.append(Problem("rope_head_dim", turned, reason, (0,)))
+        if 0 < self.head_dim < turned:
+            reason = f"is more than head_dim={self.head_dim}: 0 rotates all features of a head"
+            found.append(Problem("rope_head_dim", turned, reason, (0,)))
+        return found
 
     def _latent_problems(self) -> list[Problem]:
         """Faults of sizes with latents."""

@@ -202,6 +202,7 @@ class SelfAttention(HeadAttention):
         super().__init__(config, mesh, layer=layer, causal=causal, recompute=recompute, ops=ops)
         num_heads, num_groups = config.num_attention_heads, config.num_query_groups
         self.num_heads, self.head_dim, self.heads_per_group = num_heads, config.head_dim, num_heads // num_groups
+        self.turned = config.rotary_dim
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             (num_heads + 2 * num_groups) * config.head_dim,
@@ -256,10 +257,17 @@ class SelfAttention(HeadAttention):
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         if rotary is not None:
             # A copy of the values: as a view they would keep the whole of `groups` alive until the backward.
-            q, k, v = self.rope.run(q, *rotary), self.rope.run(k, *rotary), v.contiguous()
+            q, k, v = self._rotated(q, *rotary), self._rotated(k, *rotary), v.contiguous()
         first = 0
         if cache is not None:
             first = cache.held
             k, v = cache.extend(k, v)
         core = self.attend(q, k, v, first, key_mask, bias, documents)  # [S, B, N/tp, D]
         return self.out(core.flatten(2, 3))
+
+    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Heads ``[S, B, N, D]`` with the first features of each rotated, or all; a copy in either case."""
+        if self.turned == self.head_dim:
+            return self.rope.run(x, cos, sin)
+        turned, rest = x.split((self.turned, self.head_dim - self.turned), dim=-1)
+        return torch.cat((self.rope.run(turned, cos, sin), rest), dim=-1)

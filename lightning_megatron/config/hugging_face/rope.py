@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import nextafter
 from typing import Any
 
 from lightning_megatron.config.reader import ConfigReader
@@ -16,11 +17,14 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 """Entries that a kind of scaling must have."""
+_SHARE = "partial_rotary_factor"
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0}
 """Entries of YaRN with the values that null and 0 stand for."""
 
 
-def rope_from_hf(reader: ConfigReader, usual: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def rope_from_hf(
+    reader: ConfigReader, usual: Mapping[str, Any] | None = None, share: float | None = None
+) -> dict[str, Any]:
     """Fields of the rotary embedding.
 
     Up to transformers 4 they are ``rope_theta`` and ``rope_scaling``; from 5 on both are in ``rope_parameters``. If a
@@ -29,25 +33,29 @@ def rope_from_hf(reader: ConfigReader, usual: Mapping[str, Any] | None = None) -
 
     Args:
         usual: the family's scaling, for files without one.
+        share: share of a head's features that the family rotates, for files without one; ``None`` for families that
+            rotate all.
     """
     scaling, parameters = (reader.get(name, {}, null=True) for name in ("rope_scaling", "rope_parameters"))
     name, given = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or usual or {})
-    return rope_of(reader, name, {"rope_theta": reader.get("rope_theta", 10000.0), **given})
+    return rope_of(reader, name, {"rope_theta": reader.get("rope_theta", 10000.0), **given}, share)
 
 
-def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any], share: float | None = None) -> dict[str, Any]:
     """Fields of one rotary embedding.
 
     Args:
         reader: reader of ``config.json``, which collects the faults.
         name: name of the mapping in messages.
         given: its entries, with its base.
+        share: share of a head's features that is rotated if there is no entry of it; ``None`` if all always are.
     """
     rope = ConfigReader(given)
     theta = rope.get("rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    for source in (reader, rope):
-        source.expect("partial_rotary_factor", 1.0, (1.0,), "all features of a head are rotated", null=True)
+    turned = {} if share is None else {"rope_head_dim": _rotated_features(reader, rope, share)}
+    for source in (reader, rope) if share is None else ():
+        source.expect(_SHARE, 1.0, (1.0,), "all features of a head are rotated", null=True)
     if kind in _NEEDED:
         rule = _rule(rope, kind, reader.get("max_position_embeddings", 2048))
         rope.refuse_unread(f"no known entry of the kind {kind}")
@@ -59,7 +67,26 @@ def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any]) -> dict[s
         reason = f"{name} has {length!r} of it, and only some versions of transformers read this one"
         reader.expect(_LENGTH, length, (length,), reason)
     reader.take_over(rope, name)
-    return {"position_embedding": "rope", "rope_theta": float(theta), "rope_scaling": rule}
+    return {"position_embedding": "rope", "rope_theta": float(theta), "rope_scaling": rule, **turned}
+
+
+def _rotated_features(reader: ConfigReader, rope: ConfigReader, usual: float) -> int:
+    """The features of a head that are rotated; 0 for all. An entry of ``rope`` goes before one of the file."""
+    share = rope.get(_SHARE, reader.get(_SHARE, usual))
+    heads = reader.required("num_attention_heads")
+    size = reader.get("head_dim", 0, null=True) or reader.required("hidden_size") // max(1, heads)
+    found = int(size * share)
+    if found % 2 or not 2 <= found <= size:
+        reason = f"rotates {found} of the {size} features of a head: it must be an even number of them"
+        (rope if rope.has(_SHARE) else reader).refuse(_SHARE, share, reason, (1.0,))
+    return found if found < size else 0
+
+
+def share_to_hf(reader: ConfigReader) -> dict[str, float]:
+    """The entry of the rotated share of a head's features; transformers rounds their number down."""
+    size, turned = reader["head_dim"], reader["rope_head_dim"] or reader["head_dim"]
+    share = turned / size
+    return {_SHARE: share if int(size * share) == turned else nextafter(share, 1.0)}
 
 
 def _rule(rope: ConfigReader, kind: str, positions: int) -> dict[str, Any] | None:

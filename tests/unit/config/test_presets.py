@@ -81,6 +81,10 @@ PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 680_571_043_840 + 3_918_786_560 - 2 * 129_280 * 7168 - 11_610_067_968,
+    # Of GLM: the totals of the files without the module for a further token, the copies beside it, and the experts'
+    # biases, which are no parameters here.
+    "glm4.5-air": 110_468_824_832 - 2 * 151_552 * 4096 - 2_375_059_456 - 46 * 128,
+    "glm4.5": 358_337_791_296 - 2 * 151_552 * 5120 - 3_988_069_632 - 90 * 160,
     # The totals that Hugging Face and Ollama show; 20.91 and 116.83 B in https://arxiv.org/abs/2508.10925, table 1.
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
@@ -201,6 +205,18 @@ def test_deepseek_v3_has_671_billion_parameters_of_which_a_token_meets_37() -> N
     further = config.replace(mtp_num_layers=1)
     assert further.num_parameters() - config.num_parameters() == 11_610_067_968
     assert global_elements(on_meta(further)) == further.num_parameters()
+
+
+@pytest.mark.parametrize(("name", "active"), [("glm4.5", 32), ("glm4.5-air", 12)])
+def test_active_parameters_of_glm_are_those_of_its_report(name: str, active: int) -> None:
+    """Billions, with the module for a further token and all rows of the routers, and without the tables of words."""
+    config = preset(name).replace(mtp_num_layers=1)
+    tables = 2 * config.vocab_size * config.hidden_size
+    routers = config.num_expert_layers * (config.num_experts - config.moe_router_topk) * config.hidden_size
+    assert (config.num_parameters(active=True) + routers - tables) // 10**9 == active
+    assert global_elements(on_meta(config)) == config.num_parameters()
+    if name == "glm4.5":
+        assert (config.num_parameters() - tables) // 10**9 == 355
 
 
 def flops_of_addmm(out: torch.Size, a: torch.Size, b: torch.Size, **kwargs: object) -> int:

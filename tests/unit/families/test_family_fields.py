@@ -44,7 +44,8 @@ def changed(config: TransformerConfig) -> Iterator[tuple[str, TransformerConfig]
 
 
 def spelled_out(config: TransformerConfig) -> TransformerConfig:
-    """The same model where 0 stands for the base of all layers."""
+    """The same model where 0 stands for the base of all layers, and for all features of a head."""
+    config = replace(config, rope_head_dim=config.rope_head_dim % config.head_dim)
     local = config.rope_local_theta or config.rope_theta
     return replace(config, rope_local_theta=local) if config.sliding_window else config
 

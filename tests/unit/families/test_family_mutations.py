@@ -114,6 +114,17 @@ TOGETHER["deepseek_v2"] = TOGETHER["deepseek_v3"] = [
     {"rope_parameters": {"rope_type": "default"}},
     {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
 ]
+TOGETHER["glm4_moe"] = [
+    *({"partial_rotary_factor": each} for each in (0.25, 0.3, 0.75, 0.4, 0.2, 0.0, 1.5, None)),
+    *({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": each}} for each in (0.25, 1.0, 0.4)),
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.75},
+    {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}, "partial_rotary_factor": 0.75},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 8},
+    {"head_dim": 12, "partial_rotary_factor": 0.67},
+    {"n_group": 1, "topk_group": 1},
+    {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    {"use_qk_norm": False, "attention_bias": False},
+]
 """Entries that mean something together only."""
 _NOT_SAVED = {"num_nextn_predict_layers", "num_mtp_layers"}
 """Entries that say of tensors which transformers leaves out of its files."""

@@ -70,12 +70,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def small(config: TransformerConfig) -> TransformerConfig:
     """The same model with few and small layers."""
     grouped = config.num_query_groups < config.num_attention_heads
-    sizes = SMALL | {"num_query_groups": 2 if grouped else 4}
+    sizes = SMALL | {"num_query_groups": 2 if grouped else 4, "rope_head_dim": 2 if config.rope_head_dim else 0}
     if config.has_latents:
         sizes |= {
             "kv_lora_rank": 8,
             "q_lora_rank": 10 if config.q_lora_rank else 0,
-            "rope_head_dim": 2,
             "v_head_dim": 5,
         }
     if config.moe_ffn_hidden_size:

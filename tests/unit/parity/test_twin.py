@@ -32,7 +32,8 @@ EXPERTS = [(32, {"ep": 8, "tp": 1}), (32, {"tp": 4, "ep": 8, "etp": 1, "pp": 2})
 @pytest.mark.parametrize(
     ("name", "ranks", "axes"),
     [(name, *job) for name in DENSE for job in LAYOUTS]
-    + [(name, *job) for name in ("mixtral-8x7b", "qwen3-30b-a3b") for job in [*LAYOUTS, *EXPERTS]],
+    + [(name, *job) for name in ("mixtral-8x7b", "qwen3-30b-a3b") for job in [*LAYOUTS, *EXPERTS]]
+    + [("glm4.5", *job) for job in EXPERTS],
 )
 def test_a_twin_is_small_and_fits_its_layout(name: str, ranks: int, axes: dict[str, int]) -> None:
     whole = ParallelLayout(**axes).resolve(ranks)  # type: ignore[arg-type]
@@ -47,6 +48,7 @@ def test_a_twin_is_small_and_fits_its_layout(name: str, ranks: int, axes: dict[s
     assert config.num_parameters() < 40e6
     assert (config.norm, config.activation) == (PRESETS[name].norm, PRESETS[name].activation)
     assert bool(config.num_experts) == bool(PRESETS[name].num_experts)
+    assert (0 < config.rope_head_dim < config.head_dim) == bool(PRESETS[name].rope_head_dim)
 
 
 @pytest.mark.parametrize("name", RECIPES)

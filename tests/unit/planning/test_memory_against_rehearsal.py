@@ -26,6 +26,7 @@ LLAMA = GPT.replace(
     norm="rmsnorm", activation="swiglu", position_embedding="rope", add_bias_linear=False, tie_embeddings=False
 )
 QWEN3 = LLAMA.replace(qk_norm=True, num_query_groups=4, head_dim=96)
+PARTLY = QWEN3.replace(rope_head_dim=48)
 WINDOW = LLAMA.replace(sliding_window=256)
 GEMMA2 = preset("gemma2-tiny").replace(num_layers=2, sliding_window_layers=(0,), vocab_size=8192)
 GEMMA3 = preset("gemma3-tiny").replace(num_layers=2, sliding_window_layers=(0,), vocab_size=8192)
@@ -55,6 +56,8 @@ CASES: list[Case] = [
     (LLAMA, {"pp": 2}, 0, {"schedule": "zero-bubble", **MANY}),
     (QWEN3, {"tp": 2}, 0, {}),
     (QWEN3, {}, 0, {"precision": "32-true"}),
+    (PARTLY, {}, 0, {}),
+    (PARTLY.replace(qk_norm=False, num_query_groups=8), {"tp": 2}, 0, {"precision": "32-true"}),
     (WINDOW, {}, 0, {}),
     (MIXTRAL, {"ep": 1}, 0, {}),
     (MIXTRAL.replace(moe_capacity_bins=4), {"tp": 2, "ep": 2, "etp": 1}, 0, {}),

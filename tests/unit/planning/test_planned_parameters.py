@@ -54,6 +54,7 @@ def test_a_model_in_one_piece_has_the_parameters_of_its_configuration(name):
         "gpt-oss-20b",
         "deepseek-v2",
         "deepseek-v2-lite",
+        "glm4.5",
     ],
 )
 def test_the_tensors_are_those_of_the_layers(name):

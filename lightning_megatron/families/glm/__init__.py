@@ -1,0 +1,1 @@
+"""GLM, in versions."""
