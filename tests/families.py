@@ -44,6 +44,7 @@ _DEEPSEEK |= {"n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate
 _DEEPSEEK |= {"topk_group": 2, "routed_scaling_factor": 1.5}
 _DEEPSEEK["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 _DEEPSEEK["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9, "rope_theta": 700.0}
+_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": POSITIONS}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1},
@@ -53,6 +54,10 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": _SIZES | {"tie_word_embeddings": True},
     "qwen3": _SIZES | {"head_dim": 6},
     "qwen3_moe": _SIZES | _EXPERTS | {"head_dim": 6, "mlp_only_layers": [1]},
+    "qwen3_next": _SIZES
+    | _EXPERTS
+    | _DELTA
+    | {"head_dim": 8, "mlp_only_layers": [1], "shared_expert_intermediate_size": 20},
     "mistral": _SIZES | {"sliding_window": 5},
     "gemma2": _GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
     "gemma3_text": _GEMMA | {"rope_parameters": _TWO_ROPES},
@@ -143,7 +148,8 @@ def hf_files(model: Any) -> dict[str, Tensor]:
 def our_config(config: dict[str, Any], **changes: Any) -> TransformerConfig:
     """Our configuration of a ``config.json``; the losses of experts are off, which transformers leaves out, too."""
     usual: dict[str, Any] = {"vocab_multiple": 4, "moe_load_balancing": "none"}
-    return TransformerConfig(**FAMILIES[config["model_type"]].config_from_hf(config) | usual | changes)
+    family = FAMILIES[config["model_type"]]
+    return family.config_class(**family.config_from_hf(config) | usual | changes)
 
 
 def our_tensors(config: dict[str, Any], files: dict[str, Tensor]) -> dict[str, Tensor]:

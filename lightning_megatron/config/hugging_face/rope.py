@@ -20,7 +20,9 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0
 """Entries of YaRN with the values that null and 0 stand for."""
 
 
-def rope_from_hf(reader: ConfigReader, usual: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def rope_from_hf(
+    reader: ConfigReader, usual: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> dict[str, Any]:
     """Fields of the rotary embedding.
 
     Up to transformers 4 they are ``rope_theta`` and ``rope_scaling``; from 5 on both are in ``rope_parameters``. If a
@@ -29,25 +31,29 @@ def rope_from_hf(reader: ConfigReader, usual: Mapping[str, Any] | None = None) -
 
     Args:
         usual: the family's scaling, for files without one.
+        partial: True if the family reads the share of rotated features itself; all are rotated otherwise.
     """
     scaling, parameters = (reader.get(name, {}, null=True) for name in ("rope_scaling", "rope_parameters"))
     name, given = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters or usual or {})
-    return rope_of(reader, name, {"rope_theta": reader.get("rope_theta", 10000.0), **given})
+    return rope_of(reader, name, {"rope_theta": reader.get("rope_theta", 10000.0), **given}, partial=partial)
 
 
-def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(reader: ConfigReader, name: str, given: Mapping[str, Any], *, partial: bool = False) -> dict[str, Any]:
     """Fields of one rotary embedding.
 
     Args:
         reader: reader of ``config.json``, which collects the faults.
         name: name of the mapping in messages.
         given: its entries, with its base.
+        partial: True if the family reads the share of rotated features itself; all are rotated otherwise.
     """
     rope = ConfigReader(given)
     theta = rope.get("rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     for source in (reader, rope):
-        source.expect("partial_rotary_factor", 1.0, (1.0,), "all features of a head are rotated", null=True)
+        share = source.get("partial_rotary_factor", 1.0, null=True)
+        if share != 1.0 and not partial:
+            source.refuse("partial_rotary_factor", share, "all features of a head are rotated", (1.0,))
     if kind in _NEEDED:
         rule = _rule(rope, kind, reader.get("max_position_embeddings", 2048))
         rope.refuse_unread(f"no known entry of the kind {kind}")

@@ -13,6 +13,7 @@ from lightning_megatron.checkpoint.formats.weight_map import (
     WeightRule,
     fused_kv,
     fused_qkv,
+    grouped,
     interleaved_experts,
     paired,
     same,
@@ -24,6 +25,7 @@ from lightning_megatron.config.counts import GATED
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.hugging_face.tensors import (
     COLUMNS_OF_QKV,
+    GROUPED,
     INTERLEAVED,
     INTERLEAVED_COLUMNS,
     KV,
@@ -60,7 +62,7 @@ def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
     """
     if data.kind in (QKV, COLUMNS_OF_QKV) and len(data.foreign) == 1:
         return fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
-    if data.kind in (PAIRED_HEADS, PAIRED_END):
+    if data.kind in (GROUPED, PAIRED_HEADS, PAIRED_END):
         return _rule(data, config, ())
     return same(data.native, data.foreign[0])
 
@@ -108,6 +110,8 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
     if data.kind in (QKV, COLUMNS_OF_QKV):
         rule = fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
         return _of_columns(rule) if data.kind == COLUMNS_OF_QKV else rule
+    if data.kind == GROUPED and data.groups is not None:
+        return grouped(data.native, data.foreign, *data.groups(config))
     if data.kind in (INTERLEAVED, INTERLEAVED_COLUMNS):
         rule = interleaved_experts(data.native, *data.foreign)
         return _of_columns(rule) if data.kind == INTERLEAVED_COLUMNS else rule
