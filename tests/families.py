@@ -44,7 +44,14 @@ _DEEPSEEK |= {"n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate
 _DEEPSEEK |= {"topk_group": 2, "routed_scaling_factor": 1.5}
 _DEEPSEEK["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 _DEEPSEEK["rope_parameters"] |= {"mscale": 0.7, "mscale_all_dim": 0.9, "rope_theta": 700.0}
-_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
+# A norm of a value head's few features divides by small numbers; a larger epsilon keeps it from magnifying rounding.
+_DELTA = {
+    "rms_norm_eps": 1e-2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
 TINY: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": POSITIONS}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1},
