@@ -83,6 +83,8 @@ TRAINED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"mtp_num_layers": 1, "moe_expert_bias_update_rate": 0.001, "mtp_loss_scaling_factor": 0.3}
 }
 """Fields that matter in training, and that no ``config.json`` has."""
+RECURRENT = {"qwen3_next"}
+"""Families with a state that passes through whole sequences: context parallelism and packed documents are refused."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "dp4 without ZeRO": {"dp": 4, "distributed_optimizer": False},
@@ -194,8 +196,9 @@ def tokens_of(batch: int, length: int, seed: int = 1) -> Tensor:
 
 
 def layouts_of(family: str) -> list[str]:
-    """Names of the layouts that a family has, at least 25."""
+    """Names of the layouts that a family has."""
     if not our_config(TINY[family]).num_experts:
         return [*LAYOUTS]
     # With experts and tp each rank must hold tokens of its own.
-    return [name for name, layout in (LAYOUTS | WITH_EXPERTS).items() if layout.get("sequence_parallel", True)]
+    found = {name: each for name, each in (LAYOUTS | WITH_EXPERTS).items() if each.get("sequence_parallel", True)}
+    return [name for name, layout in found.items() if "cp" not in layout or family not in RECURRENT]

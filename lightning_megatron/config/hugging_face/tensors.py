@@ -23,8 +23,8 @@ QKV = "qkv"
 KV = "kv"
 """Keys and values of two tensors, fused by head."""
 GROUPED = "grouped"
-"""Rows fused by group, as the rule's ``groups`` says; of one foreign tensor per part, or of one that holds the parts one
-after the other."""
+"""Rows fused by group, as the rule's ``groups`` says; of one tensor per part, or of one that holds them one after the
+other."""
 COLUMNS_OF_QKV = "columns of qkv"
 """One tensor of queries, keys and values, stored as ``[in, out]``."""
 INTERLEAVED = "interleaved"
