@@ -183,7 +183,7 @@ class GatedDeltaNet(Mixer):
         core = run_part(self.recompute, "core_attn", self._core, *inputs, rng=self.rng, is_pure=True)
         normed = self.norm(core)  # [S, B, N/tp, V]
         gates = F.silu(z.unflatten(-1, (self.values_per_key, -1)).flatten(2, 3).float())
-        return self.projection((normed * gates).to(x.dtype).flatten(2))  # type: ignore[no-any-return]
+        return self.projection((normed * gates).to(x.dtype).flatten(2))
 
     def _core(
         self, qkv: Tensor, ba: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, cache: DeltaCache | None
@@ -245,7 +245,7 @@ class GatedAttention(SelfAttention):
             first = cache.held
             k, v = cache.extend(k, v)
         core = self.attend(q, k, v, first, key_mask, bias, documents)
-        return self.out((core * gate.sigmoid()).flatten(2, 3))  # type: ignore[no-any-return]
+        return self.out((core * gate.sigmoid()).flatten(2, 3))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), dim=-1)

@@ -24,6 +24,7 @@ def gated_delta_rule(
     log_decay: Tensor,
     beta: Tensor,
     state: Tensor | None = None,
+    *,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and last state of the recurrence, computed in fp32 (fp64 for inputs in fp64).

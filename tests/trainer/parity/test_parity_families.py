@@ -26,11 +26,11 @@ pytest.importorskip("transformers")
 
 BOUND = 1e-5
 STEPS, BATCH, LENGTH, CLIP = 10, 8, 16, 0.5
-SEEDS = {"mixtral": 15, "qwen3_moe": 18, "gpt_oss": 9, "deepseek_v2": 28, "deepseek_v3": 3}
+SEEDS = {"mixtral": 15, "qwen3_moe": 18, "qwen3_next": 7, "gpt_oss": 9, "deepseek_v2": 28, "deepseek_v3": 3}
 """Seeds with which no token comes near a tie between experts."""
 NEAREST_TIE = 1e-4  # a hundred times what other layouts change in a router's logits
 QUICK = ("tp2", "pp2", "cp2", "dp2 ep2")
-OFTEN = ("bloom", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")
+OFTEN = ("bloom", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "deepseek_v3")
 """Families that together have all kinds of layers."""
 
 

@@ -35,7 +35,7 @@ def inputs(length: int, dtype: torch.dtype = torch.float64, fastest: float = 3.0
 def test_chunks_equal_the_recurrence(length: int, chunk: int) -> None:
     """Outputs, last state and all gradients, at lengths that chunks divide and do not divide."""
     ours, plain = inputs(length), inputs(length)
-    found, expected = gated_delta_rule(*ours, chunk), recurrence(*plain)
+    found, expected = gated_delta_rule(*ours, chunk=chunk), recurrence(*plain)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     weights = [torch.randn_like(each) for each in expected]
@@ -46,7 +46,7 @@ def test_chunks_equal_the_recurrence(length: int, chunk: int) -> None:
 
 
 def test_gradients_equal_finite_differences() -> None:
-    assert torch.autograd.gradcheck(lambda *given: gated_delta_rule(*given, 3), tuple(inputs(5)))
+    assert torch.autograd.gradcheck(lambda *given: gated_delta_rule(*given, chunk=3), tuple(inputs(5)))
 
 
 def test_a_fast_decay_in_fp32_neither_overflows_nor_loses_the_gradient() -> None:
@@ -62,9 +62,9 @@ def test_a_fast_decay_in_fp32_neither_overflows_nor_loses_the_gradient() -> None
 
 def test_a_sequence_in_parts_equals_the_whole() -> None:
     *steps, state = inputs(20)
-    whole, last = gated_delta_rule(*steps, state, 8)
-    first, between = gated_delta_rule(*(each[:13] for each in steps), state, 8)
-    rest, end = gated_delta_rule(*(each[13:] for each in steps), between, 8)
+    whole, last = gated_delta_rule(*steps, state, chunk=8)
+    first, between = gated_delta_rule(*(each[:13] for each in steps), state, chunk=8)
+    rest, end = gated_delta_rule(*(each[13:] for each in steps), between, chunk=8)
     torch.testing.assert_close(torch.cat((first, rest)), whole)
     torch.testing.assert_close(end, last)
 
