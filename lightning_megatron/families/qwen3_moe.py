@@ -20,10 +20,10 @@ _SIZES = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 
 def _from_hf(reader: ConfigReader) -> dict[str, Any]:
     found = attention_from_hf(reader) | window_everywhere_from_hf(reader)
-    return found | experts_from_hf(reader, found["num_layers"])
+    return found | qwen_experts_from_hf(reader, found["num_layers"])
 
 
-def experts_from_hf(reader: ConfigReader, layers: int) -> dict[str, Any]:
+def qwen_experts_from_hf(reader: ConfigReader, layers: int) -> dict[str, Any]:
     """Fields of experts; the coefficient of the load-balancing loss is converted as for Mixtral."""
     sparse = _sparse_layers(reader, layers)
     experts = reader.get("num_experts", reader.get("num_local_experts", 128))
@@ -58,10 +58,10 @@ def _sparse_layers(reader: ConfigReader, layers: int) -> Sequence[int]:
 
 def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     found = attention_to_hf(reader, ARCHITECTURE) | window_everywhere_to_hf(reader, ARCHITECTURE)
-    return found | experts_to_hf(reader, ARCHITECTURE)
+    return found | qwen_experts_to_hf(reader, ARCHITECTURE)
 
 
-def experts_to_hf(reader: ConfigReader, architecture: str) -> dict[str, Any]:
+def qwen_experts_to_hf(reader: ConfigReader, architecture: str) -> dict[str, Any]:
     """Entries of experts."""
     layers, topk, chosen = range(reader["num_layers"]), reader["moe_router_topk"], reader["moe_layers"]
     dense = [layer for layer in layers if chosen and layer not in chosen]

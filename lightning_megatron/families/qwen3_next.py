@@ -17,14 +17,14 @@ from lightning_megatron.config.transformer import Rotary, TransformerConfig
 from lightning_megatron.errors import Problem, divisors, nearest_to
 from lightning_megatron.families.llama import QK_NORMS
 from lightning_megatron.families.qwen3 import attention_to_hf
-from lightning_megatron.families.qwen3_moe import EXPERTS, experts_from_hf, experts_to_hf
+from lightning_megatron.families.qwen3_moe import EXPERTS, qwen_experts_from_hf, qwen_experts_to_hf
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_MIXERS = "lightning_megatron.layers.gated_delta_net"
+_MIXERS = "lightning_megatron.layers.recurrence.gated_delta_net"
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Qwen3NextConfig(TransformerConfig):
 def _from_hf(reader: ConfigReader) -> dict[str, Any]:
     found = decoder_from_hf(reader, angles=partial(rope_from_hf, partial=True))
     layers, bias = found["num_layers"], reader.get("attention_bias", False)
-    found |= {"add_qkv_bias": bias, "add_attention_out_bias": bias} | experts_from_hf(reader, layers)
+    found |= {"add_qkv_bias": bias, "add_attention_out_bias": bias} | qwen_experts_from_hf(reader, layers)
     shared = reader.get("shared_expert_intermediate_size", 512)
     if "num_experts" in found:
         found["moe_shared_expert_ffn_hidden_size"] = shared
@@ -191,7 +191,7 @@ def _delta_layers(reader: ConfigReader, layers: int) -> tuple[int, ...]:
 
 
 def _to_hf(reader: ConfigReader) -> dict[str, Any]:
-    found = attention_to_hf(reader, ARCHITECTURE) | experts_to_hf(reader, ARCHITECTURE)
+    found = attention_to_hf(reader, ARCHITECTURE) | qwen_experts_to_hf(reader, ARCHITECTURE)
     reader.expect("norm_zero_centered", None, (True,), f"not what {ARCHITECTURE} computes")
     shared, delta, head = reader["moe_shared_expert_ffn_hidden_size"], reader["delta_layers"], reader["head_dim"]
     if not shared:

@@ -12,8 +12,8 @@ from lightning_megatron import GPTModule, LlamaModule
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.families.qwen3_next import Qwen3NextConfig
-from lightning_megatron.layers.gated_delta_net import GatedDeltaNet
 from lightning_megatron.layers.parts import part_problems
+from lightning_megatron.layers.recurrence.gated_delta_net import GatedDeltaNet
 from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset

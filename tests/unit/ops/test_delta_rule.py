@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.ops.delta_rule import causal_convolution, gated_delta_rule, unit_length
+from lightning_megatron.ops.recurrence.delta_rule import causal_convolution, gated_delta_rule, unit_length
 
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 

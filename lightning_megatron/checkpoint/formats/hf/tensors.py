@@ -97,9 +97,6 @@ def _foreign(template: TensorRule, number: int, kind: str, config: TransformerCo
 
 
 def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -> WeightRule:
-    repeats = [data.tied] if data.tied and config.tie_embeddings else []
-    if data.copied:
-        repeats += [data.copied.format(after=config.num_layers + depth) for depth in range(config.mtp_num_layers)]
     if data.kind == KV:
         return fused_kv(data.native, data.foreign, config.num_query_groups)
     if data.kind == TRANSPOSED:
@@ -110,7 +107,7 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
     if data.kind in (QKV, COLUMNS_OF_QKV):
         rule = fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
         return _of_columns(rule) if data.kind == COLUMNS_OF_QKV else rule
-    if data.kind == GROUPED and data.groups is not None:
+    if data.groups is not None:
         return grouped(data.native, data.foreign, *data.groups(config))
     if data.kind in (INTERLEAVED, INTERLEAVED_COLUMNS):
         rule = interleaved_experts(data.native, *data.foreign)
@@ -118,7 +115,16 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
     if data.kind in (PAIRED_HEADS, PAIRED_END):
         heads = config.num_attention_heads if data.kind == PAIRED_HEADS else 1
         return paired(data.native, *data.foreign, heads=heads, turned=config.rotary_dim)
+    repeats = _repeats(data, config)
     return replace(same(data.native, *data.foreign, *repeats, *data.repeats), otherwise=data.otherwise)
+
+
+def _repeats(data: TensorRule, config: TransformerConfig) -> list[str]:
+    """Further names of a tensor that this model has twice."""
+    found = [data.tied] if data.tied and config.tie_embeddings else []
+    if data.copied:
+        found += [data.copied.format(after=config.num_layers + depth) for depth in range(config.mtp_num_layers)]
+    return found
 
 
 def _of_columns(rule: WeightRule) -> WeightRule:

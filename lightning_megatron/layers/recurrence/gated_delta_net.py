@@ -20,7 +20,7 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.parts import Mixer
 from lightning_megatron.mesh import ParallelMesh
-from lightning_megatron.ops.delta_rule import causal_convolution, gated_delta_rule, unit_length
+from lightning_megatron.ops.recurrence.delta_rule import causal_convolution, gated_delta_rule, unit_length
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import run_part
