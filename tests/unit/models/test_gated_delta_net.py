@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron import GPTModule, LlamaModule
+from lightning_megatron import GPTModule, LlamaModule, LoRA
+from lightning_megatron.adapters.targets import adapted_layers
 from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.families import FAMILIES
 from lightning_megatron.families.qwen3_next import Qwen3NextConfig
 from lightning_megatron.layers.parts import part_problems
 from lightning_megatron.layers.recurrence.gated_delta_net import GatedDeltaNet
-from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes
+from lightning_megatron.lightning.pretrained.parameter_specs import parameter_shapes, weight_shapes
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import preset
 from lightning_megatron.tools.cli.main import main
@@ -153,3 +155,12 @@ def test_a_model_in_bf16_learns() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_an_adapter_of_all_linear_layers_has_parts_for_queries_with_gates_and_none_for_the_convolution() -> None:
+    config = tiny()
+    plan = adapted_layers(FAMILIES["qwen3_next"], config, LoRA(), weight_shapes(config))
+    widths = {layer.name: [(part.name, part.width) for part in layer.parts] for layer in plan}
+    assert widths["layers.3.attention.qkv"] == [("q_proj", 32), ("k_proj", 8), ("v_proj", 8)]
+    assert {"layers.0.attention.qkvz", "layers.0.attention.ba", "layers.0.attention.projection"} <= widths.keys()
+    assert not [name for name in widths if "conv" in name or "a_log" in name]
