@@ -152,7 +152,7 @@ def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> WeightRule:
     return WeightRule(native, foreign, join, split)
 
 
-def grouped(native: str, foreign: tuple[str, ...], count: int, widths: tuple[int, ...]) -> WeightRule:
+def fused_groups(native: str, foreign: tuple[str, ...], count: int, widths: tuple[int, ...]) -> WeightRule:
     """Parts to rows of groups, each with ``widths`` rows of every part; of one tensor per part, or of all in one."""
 
     def join(*parts: Tensor, groups: int = count) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from lightning_megatron.checkpoint.formats.weight_map import (
     WeightMap,
     WeightRule,
+    fused_groups,
     fused_kv,
     fused_qkv,
-    grouped,
     interleaved_experts,
     paired,
     same,
@@ -108,7 +108,7 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
         rule = fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
         return _of_columns(rule) if data.kind == COLUMNS_OF_QKV else rule
     if data.groups is not None:
-        return grouped(data.native, data.foreign, *data.groups(config))
+        return fused_groups(data.native, data.foreign, *data.groups(config))
     if data.kind in (INTERLEAVED, INTERLEAVED_COLUMNS):
         rule = interleaved_experts(data.native, *data.foreign)
         return _of_columns(rule) if data.kind == INTERLEAVED_COLUMNS else rule
