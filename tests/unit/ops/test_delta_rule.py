@@ -62,9 +62,9 @@ def test_a_fast_decay_in_fp32_neither_overflows_nor_loses_the_gradient() -> None
 
 def test_a_sequence_in_parts_equals_the_whole() -> None:
     *steps, state = inputs(20)
-    whole, last = gated_delta_rule(*steps, state=state, chunk=8)
-    first, between = gated_delta_rule(*(each[:13] for each in steps), state=state, chunk=8)
-    rest, end = gated_delta_rule(*(each[13:] for each in steps), state=between, chunk=8)
+    whole, last = gated_delta_rule(*(*steps, state), chunk=8)
+    first, between = gated_delta_rule(*[*(each[:13] for each in steps), state], chunk=8)
+    rest, end = gated_delta_rule(*[*(each[13:] for each in steps), between], chunk=8)
     torch.testing.assert_close(torch.cat((first, rest)), whole)
     torch.testing.assert_close(end, last)
 
