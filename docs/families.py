@@ -76,11 +76,18 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _lines_of_own(family: Family) -> int:
-    """Lines of the folder of a family whose configurations are of a class of their own, without the family's file."""
+    """Lines beside the file of a family whose configurations are of a class of their own.
+
+    They are those of its folder or, if the class is in the family's file, of the modules that its layers name.
+    """
     defining = sys.modules[family.config_class.__module__].__file__
     is_shared = sum(each.config_class is family.config_class for each in FAMILIES.values()) > 1
     if is_shared or defining is None:
         return 0
+    if Path(defining) == _file_of(family.model_type):
+        layers = [layer for recipe in family.presets.values() for layer in recipe().layers]
+        modules = {name.partition(":")[0] for layer in layers for name in (layer.mixer, layer.feed_forward)}
+        return sum(_lines(PACKAGE.parent / f"{each.replace('.', '/')}.py") for each in modules)
     return sum(_lines(path) for path in Path(defining).parent.glob("*.py") if path.name != "family.py")
 
 

@@ -102,6 +102,10 @@ def _layer(name: str, weight: str, rule: TensorRule, config: TransformerConfig, 
         widths = (config.num_attention_heads // groups * head, head, head)
         parts = tuple(Part(_last(each), (each,), width) for each, width in zip(modules, widths, strict=True))
         return AdaptedLayer(name, weight, rule, parts, groups)
+    if rule.groups is not None and len(modules) > 1:
+        count, rows = rule.groups(config)
+        parts = tuple(Part(_last(each), (each,), width) for each, width in zip(modules, rows, strict=True))
+        return AdaptedLayer(name, weight, rule, parts, count)
     if rule.kind == STACKED:
         count = len(modules) // config.num_experts if name.endswith(_EXPERTS) else len(modules)
         parts = tuple(Part(_last(modules[i]), modules[i::count], shape[-2]) for i in range(count))

@@ -108,12 +108,10 @@ class AttentionConfig:
         """
         found: dict[str, Any] = {"head_dim": SMALL_HEAD_DIM}
         if self.has_latents:
-            found |= {
-                "kv_lora_rank": SMALL_HEAD_DIM,
-                "rope_head_dim": SMALL_HEAD_DIM // 2,
-                "v_head_dim": SMALL_HEAD_DIM,
-            }
+            found |= {"kv_lora_rank": SMALL_HEAD_DIM, "v_head_dim": SMALL_HEAD_DIM}
             found["q_lora_rank"] = SMALL_HEAD_DIM if self.q_lora_rank else 0
+        if self.rope_head_dim:
+            found["rope_head_dim"] = SMALL_HEAD_DIM // 2
         if self.sliding_window:
             found["sliding_window"] = min(self.sliding_window, seq_length // 4)
             found["sliding_window_layers"] = below(layers, self.sliding_window_layers)

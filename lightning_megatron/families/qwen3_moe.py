@@ -19,9 +19,13 @@ _SIZES = {"num_key_value_heads": 4, "max_position_embeddings": 32768}
 
 
 def _from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Fields of the configuration; the coefficient of the load-balancing loss is converted as for Mixtral."""
     found = attention_from_hf(reader) | window_everywhere_from_hf(reader)
-    sparse, layers = _sparse_layers(reader, found["num_layers"]), found["num_layers"]
+    return found | qwen_experts_from_hf(reader, found["num_layers"])
+
+
+def qwen_experts_from_hf(reader: ConfigReader, layers: int) -> dict[str, Any]:
+    """Fields of experts; the coefficient of the load-balancing loss is converted as for Mixtral."""
+    sparse = _sparse_layers(reader, layers)
     experts = reader.get("num_experts", reader.get("num_local_experts", 128))
     reader.expect("num_local_experts", experts, (experts,), f"is another name of num_experts={experts}")
     features = reader.get("moe_intermediate_size", 768)
@@ -30,8 +34,8 @@ def _from_hf(reader: ConfigReader) -> dict[str, Any]:
     if sums_to_one:
         refuse_one_of_one(reader, topk)
     if not sparse or not experts:
-        return found
-    return found | {
+        return {}
+    return {
         "num_experts": experts,
         "moe_layers": () if len(sparse) == layers else tuple(sparse),
         "moe_ffn_hidden_size": features,
@@ -54,11 +58,16 @@ def _sparse_layers(reader: ConfigReader, layers: int) -> Sequence[int]:
 
 def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     found = attention_to_hf(reader, ARCHITECTURE) | window_everywhere_to_hf(reader, ARCHITECTURE)
+    return found | qwen_experts_to_hf(reader, ARCHITECTURE)
+
+
+def qwen_experts_to_hf(reader: ConfigReader, architecture: str) -> dict[str, Any]:
+    """Entries of experts."""
     layers, topk, chosen = range(reader["num_layers"]), reader["moe_router_topk"], reader["moe_layers"]
     dense = [layer for layer in layers if chosen and layer not in chosen]
     if not reader["num_experts"]:
-        reader.refuse("num_experts", 0, f"{ARCHITECTURE} has experts")
-    return found | {
+        reader.refuse("num_experts", 0, f"{architecture} has experts")
+    return {
         "num_experts": reader["num_experts"],
         "num_experts_per_tok": topk,
         "moe_intermediate_size": reader["moe_ffn_hidden_size"] or reader["ffn_hidden_size"],
@@ -69,15 +78,14 @@ def _to_hf(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
-TENSORS = QWEN3_TENSORS.plus(
-    *in_layers(
-        "layers.{n}.mlp.",
-        "model.layers.{n}.mlp.",
-        rule("router.weight", "gate.weight"),
-        rule("experts.fc1", "experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", kind=STACKED),
-        rule("experts.fc2", "experts.{e}.down_proj.weight", kind=STACKED),
-    )
+EXPERTS = in_layers(
+    "layers.{n}.mlp.",
+    "model.layers.{n}.mlp.",
+    rule("router.weight", "gate.weight"),
+    rule("experts.fc1", "experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", kind=STACKED),
+    rule("experts.fc2", "experts.{e}.down_proj.weight", kind=STACKED),
 )
+TENSORS = QWEN3_TENSORS.plus(*EXPERTS)
 
 
 def _qwen3_moe(

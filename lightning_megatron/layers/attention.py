@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +186,12 @@ class SelfAttention(HeadAttention):
 
     Arguments and errors as of :class:`HeadAttention`; ``sequence_parallel`` is True if input and output are sequence
     shards.
+
+    Attributes:
+        query_parts: vectors of a head among the queries; a subclass with a gate for each query has two.
     """
+
+    query_parts: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -205,7 +210,7 @@ class SelfAttention(HeadAttention):
         self.turned = config.rotary_dim
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
-            (num_heads + 2 * num_groups) * config.head_dim,
+            (self.query_parts * num_heads + 2 * num_groups) * config.head_dim,
             mesh,
             bias=config.has_qkv_bias,
             sequence_parallel=sequence_parallel,

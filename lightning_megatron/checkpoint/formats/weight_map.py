@@ -152,6 +152,30 @@ def fused_kv(native: str, foreign: tuple[str, ...], groups: int) -> WeightRule:
     return WeightRule(native, foreign, join, split)
 
 
+def fused_groups(native: str, foreign: tuple[str, ...], count: int, widths: tuple[int, ...]) -> WeightRule:
+    """Parts to rows of groups, each with ``widths`` rows of every part; of one tensor per part, or of all in one."""
+
+    def join(*parts: Tensor, groups: int = count) -> Tensor:
+        rows = [part.unflatten(0, (groups, width)) for part, width in zip(parts, widths, strict=True)]
+        return torch.cat(rows, dim=1).flatten(0, 1)
+
+    def split(x: Tensor) -> tuple[Tensor, ...]:
+        parts = x.unflatten(0, (count, -1)).split(widths, dim=1)
+        return tuple(part.flatten(0, 1).contiguous() for part in parts)
+
+    def cut(shape: tuple[int, ...], box: Box) -> ForeignParts | None:
+        (first, rest), (number, ragged) = (divmod(ends[0], sum(widths)) for ends in (box.offsets, box.sizes))
+        if rest or ragged:
+            return None
+        rows = [Box((first * n, *box.offsets[1:]), (number * n, *box.sizes[1:])) for n in widths]
+        return ForeignParts(tuple(rows), partial(join, groups=number))
+
+    if len(foreign) == len(widths):
+        return WeightRule(native, foreign, join, split, cut=cut)
+    rows = [count * width for width in widths]
+    return WeightRule(native, foreign, lambda x: join(*x.split(rows)), lambda x: (torch.cat(split(x)),))
+
+
 def fuse_qkv(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
     """Fuse ``[N D, ...]`` and twice ``[G D, ...]`` to rows ``[q.., k, v]`` of each query group, end to end.
 

@@ -8,8 +8,9 @@ A family may list tensors that only some of its models have: a rule applies if t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 SAME = "same"
 """Tensor that is the same on both sides."""
@@ -21,6 +22,9 @@ QKV = "qkv"
 """Queries, keys and values, fused by query group; of three tensors, or of one that holds them one after the other."""
 KV = "kv"
 """Keys and values of two tensors, fused by head."""
+GROUPED = "grouped"
+"""Rows fused by group, as the rule's ``groups`` says; of one tensor per part, or of one that holds them one after the
+other."""
 COLUMNS_OF_QKV = "columns of qkv"
 """One tensor of queries, keys and values, stored as ``[in, out]``."""
 INTERLEAVED = "interleaved"
@@ -31,6 +35,18 @@ PAIRED_HEADS = "paired heads"
 """Heads whose last rows are rotated in adjacent pairs; ours rotate each feature with the one half a head further."""
 PAIRED_END = "paired end"
 """The same for one head after other rows."""
+
+
+class RowGroups(NamedTuple):
+    """Rows of a fused matrix: groups of equal size, each with the rows of every part.
+
+    Attributes:
+        count: number of groups.
+        widths: rows of each part in a group.
+    """
+
+    count: int
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,7 @@ class TensorRule:
         stack: stack of the layer; empty in a model that has one.
         gated: True for models whose feed-forward layers have gates, False for those without; ``None`` for all.
         copied: template of further foreign names, one for each module after the last layer.
+        groups: function of a configuration that gives the groups of a ``GROUPED`` tensor.
     """
 
     native: str
@@ -58,6 +75,7 @@ class TensorRule:
     stack: str = ""
     gated: bool | None = None
     copied: str | None = None
+    groups: Callable[[Any], RowGroups] | None = None
 
 
 @dataclass(frozen=True)

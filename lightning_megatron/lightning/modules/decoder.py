@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.documents import Documents, device_problem
 from lightning_megatron.errors import ConfigError, DataError, Problem, raise_if_any
 from lightning_megatron.layers.cross_entropy import IGNORE_INDEX
@@ -51,9 +52,10 @@ class GPTModule(TransformerModule):
 
     @property
     def trained_model(self) -> TrainedModel | None:
-        """Model for which memory is predicted; ``None`` with adapters, and in a subclass that builds its own model."""
+        """Model for which memory is predicted; ``None`` with adapters, other kinds of layers, or a model of its own."""
         own = type(self)
-        if own.configure_model is not GPTModule.configure_model or self.lora:
+        builds = own.configure_model is not GPTModule.configure_model
+        if builds or self.lora or type(self.config) is not TransformerConfig:
             return None
         is_adam = own.configure_optimizers is GPTModule.configure_optimizers
         return TrainedModel(self.config, 2 if is_adam else None)

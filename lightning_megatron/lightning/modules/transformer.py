@@ -20,6 +20,7 @@ from lightning_megatron.checkpoint.formats.hf.settings import read_settings
 from lightning_megatron.config.layout import ModelShape
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.errors import ConfigError, Problem, raise_if_any
+from lightning_megatron.families import module_of
 from lightning_megatron.layers.init import weights_follow
 from lightning_megatron.lightning import pretrained
 from lightning_megatron.lightning.build.placement import Placement, carry_over
@@ -54,7 +55,7 @@ class TransformerModule(AdaptedModule):
 
     Attributes:
         default_config: name of the preset that is used without ``config``.
-        config_class: class of the configuration.
+        config_class: class of the configuration; those of families that name this module are accepted too.
         logged: names logged besides losses; a subclass may leave ``"lr"`` or ``"grad_norm"`` out.
         hf_settings: settings besides the model in the Hugging Face directory of the weights (special tokens,
             generation); checkpoints keep them, and exports write them again.
@@ -145,7 +146,7 @@ class TransformerModule(AdaptedModule):
     ) -> None:
         super().__init__()
         self.config = configuration(self.default_config if config is None else config, **overrides)
-        if type(self.config) is not self.config_class:
+        if type(self.config) is not self.config_class and not isinstance(self, module_of(self.config)):
             given, reason = type(self.config).__name__, f"describes another model: {type(self).__name__} takes"
             raise ConfigError([Problem("config", given, reason, (self.config_class.__name__, self.default_config))])
         self._take_adapters(lora)

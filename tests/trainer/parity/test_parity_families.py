@@ -19,18 +19,26 @@ from torch.utils.data import DataLoader
 from lightning_megatron import GPTModule, MegatronStrategy
 from lightning_megatron.device import CPU
 from lightning_megatron.testing.trainer import Recorder, kind_in_tests, quiet_trainer
-from tests.families import LAYOUTS, TINY, TRAINED, WITH_EXPERTS, layouts_of, our_config, tokens_of
+from tests.families import LAYOUTS, RECURRENT, TINY, TRAINED, WITH_EXPERTS, layouts_of, our_config, tokens_of
 from tests.routing import NearestTie
 
 pytest.importorskip("transformers")
 
 BOUND = 1e-5
 STEPS, BATCH, LENGTH, CLIP = 10, 8, 16, 0.5
-SEEDS = {"mixtral": 15, "qwen3_moe": 18, "gpt_oss": 9, "deepseek_v2": 28, "deepseek_v3": 3, "glm4_moe": 39}
+SEEDS = {
+    "mixtral": 15,
+    "qwen3_moe": 18,
+    "qwen3_next": 7,
+    "gpt_oss": 9,
+    "deepseek_v2": 28,
+    "deepseek_v3": 3,
+    "glm4_moe": 39,
+}
 """Seeds with which no token comes near a tie between experts."""
 NEAREST_TIE = 1e-4  # a hundred times what other layouts change in a router's logits
 QUICK = ("tp2", "pp2", "cp2", "dp2 ep2")
-OFTEN = ("bloom", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3")
+OFTEN = ("bloom", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_next", "deepseek_v3")
 """Families that together have all kinds of layers."""
 
 
@@ -115,7 +123,8 @@ def how_often(family: str) -> Any:
 
 
 def test_there_are_at_least_25_layouts() -> None:
-    assert all(len(layouts_of(family)) >= 25 for family in TINY)
+    assert all(len(layouts_of(family)) >= 25 for family in TINY.keys() - RECURRENT)
+    assert all(len(layouts_of(family)) >= 22 for family in RECURRENT), "those without context parallelism"
 
 
 @pytest.mark.parametrize("family", [pytest.param(each, marks=how_often(each)) for each in TINY])

@@ -19,7 +19,7 @@ from tests.tiny import tiny_llama
 
 
 def config_of(family: str) -> TransformerConfig:
-    return TransformerConfig(**FAMILIES[family].config_from_hf(TINY[family]))
+    return FAMILIES[family].config_of(TINY[family])
 
 
 def refusal(lora: Any, family: str = "llama") -> str:

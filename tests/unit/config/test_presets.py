@@ -52,6 +52,7 @@ PARAMETERS = {
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "bert-base": 110_106_428,
     "bert-large": 336_226_108,
     # Of T5: the totals of the published files, the table that both stacks share counted once.

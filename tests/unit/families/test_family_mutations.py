@@ -54,6 +54,8 @@ OTHERS: dict[str, list[Any]] = {
     "mlp_only_layers": [[], [0, 3], [0, 1, 2, 3]],
     "decoder_sparse_step": [2, 3],
     "dtype": ["bfloat16"],
+    "linear_key_head_dim": [4, 12],  # the direction of a single feature is a sign, which rounding may turn
+    "shared_expert_intermediate_size": [10, 0],
     "q_lora_rank": [10, None, 0],
     "kv_lora_rank": [20, 3],
     "qk_rope_head_dim": [2, 6, 5],
@@ -126,6 +128,16 @@ TOGETHER["glm4_moe"] = [
     {"use_qk_norm": False, "attention_bias": False},
 ]
 """Entries that mean something together only."""
+TOGETHER["qwen3_next"] = [
+    *({"layer_types": [kind] * 4} for kind in ("linear_attention", "full_attention")),
+    {"layer_types": ["full_attention", "linear_attention"] * 2},
+    *({"layer_types": None, "full_attention_interval": every} for every in (1, 2, 5)),
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    {"rope_scaling": _YARN, "partial_rotary_factor": 0.5},
+    {"attention_bias": True, "partial_rotary_factor": 1.0},
+    {"linear_num_key_heads": 8, "linear_num_value_heads": 8},
+    {"norm_topk_prob": False, "num_experts_per_tok": 1},
+]
 _NOT_SAVED = {"num_nextn_predict_layers", "num_mtp_layers"}
 """Entries that say of tensors which transformers leaves out of its files."""
 

@@ -23,7 +23,7 @@ from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.moe.tokens import RoutedTokens
 from lightning_megatron.ops.attention import attention, attention_reference
 from lightning_megatron.testing.parity import assert_same, differences
-from tests.families import TINY, hf_files, hf_model, our_config, our_model, random_model, tokens_of
+from tests.families import RECURRENT, TINY, hf_files, hf_model, our_config, our_model, random_model, tokens_of
 from tests.tiny import tiny_llama
 
 FEW = [
@@ -49,7 +49,7 @@ def packed(model: GPTModel, packing: Packing) -> dict[str, Tensor]:
 # Every family
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", sorted(TINY.keys() - RECURRENT))
 def test_logits_are_those_of_transformers_for_one_document_a_row(family: str) -> None:
     pytest.importorskip("transformers")
     theirs = hf_model(TINY[family])
@@ -65,7 +65,7 @@ def test_logits_are_those_of_transformers_for_one_document_a_row(family: str) ->
                 assert (found[ids == number] - expected).abs().max() / expected.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", sorted(TINY.keys() - RECURRENT))
 def test_losses_and_gradients_are_those_of_the_documents(family: str) -> None:
     model = random_model(our_config(TINY[family]))
     for packing in FEW:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.formats.weight_map import (
     WeightMap,
     WeightRule,
+    fused_groups,
     fused_kv,
     fused_qkv,
     interleaved_experts,
@@ -24,6 +25,7 @@ from lightning_megatron.config.counts import GATED
 from lightning_megatron.config.hugging_face.family import Family
 from lightning_megatron.config.hugging_face.tensors import (
     COLUMNS_OF_QKV,
+    GROUPED,
     INTERLEAVED,
     INTERLEAVED_COLUMNS,
     KV,
@@ -60,7 +62,7 @@ def row_rule(data: TensorRule, config: TransformerConfig) -> WeightRule:
     """
     if data.kind in (QKV, COLUMNS_OF_QKV) and len(data.foreign) == 1:
         return fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
-    if data.kind in (PAIRED_HEADS, PAIRED_END):
+    if data.kind in (GROUPED, PAIRED_HEADS, PAIRED_END):
         return _rule(data, config, ())
     return same(data.native, data.foreign[0])
 
@@ -95,9 +97,6 @@ def _foreign(template: TensorRule, number: int, kind: str, config: TransformerCo
 
 
 def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -> WeightRule:
-    repeats = [data.tied] if data.tied and config.tie_embeddings else []
-    if data.copied:
-        repeats += [data.copied.format(after=config.num_layers + depth) for depth in range(config.mtp_num_layers)]
     if data.kind == KV:
         return fused_kv(data.native, data.foreign, config.num_query_groups)
     if data.kind == TRANSPOSED:
@@ -108,13 +107,24 @@ def _rule(data: TensorRule, config: TransformerConfig, shape: tuple[int, ...]) -
     if data.kind in (QKV, COLUMNS_OF_QKV):
         rule = fused_qkv(data.native, data.foreign, config.num_attention_heads, config.num_query_groups)
         return _of_columns(rule) if data.kind == COLUMNS_OF_QKV else rule
+    if data.groups is not None:
+        return fused_groups(data.native, data.foreign, *data.groups(config))
     if data.kind in (INTERLEAVED, INTERLEAVED_COLUMNS):
         rule = interleaved_experts(data.native, *data.foreign)
         return _of_columns(rule) if data.kind == INTERLEAVED_COLUMNS else rule
     if data.kind in (PAIRED_HEADS, PAIRED_END):
         heads = config.num_attention_heads if data.kind == PAIRED_HEADS else 1
         return paired(data.native, *data.foreign, heads=heads, turned=config.rotary_dim)
+    repeats = _repeats(data, config)
     return replace(same(data.native, *data.foreign, *repeats, *data.repeats), otherwise=data.otherwise)
+
+
+def _repeats(data: TensorRule, config: TransformerConfig) -> list[str]:
+    """Further names of a tensor that this model has twice."""
+    found = [data.tied] if data.tied and config.tie_embeddings else []
+    if data.copied:
+        found += [data.copied.format(after=config.num_layers + depth) for depth in range(config.mtp_num_layers)]
+    return found
 
 
 def _of_columns(rule: WeightRule) -> WeightRule:

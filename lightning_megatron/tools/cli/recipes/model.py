@@ -48,6 +48,6 @@ def decoder(argument: str, config: TransformerConfig, given: str | None = None) 
     """
     if type(config) is not TransformerConfig:
         kind = type(config).__name__
-        reason = f"a {kind}: memory and time are formulas for decoders alone"
+        reason = f"a {kind}: there are no formulas for the memory and time of its layers"
         raise ConfigError([Problem(argument, given or kind, reason)])
     return config

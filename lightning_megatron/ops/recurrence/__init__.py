@@ -1,0 +1,1 @@
+"""Recurrences along a sequence."""
