@@ -41,11 +41,11 @@ class RowGroups(NamedTuple):
     """Rows of a fused matrix: groups of equal size, each with the rows of every part.
 
     Attributes:
-        count: number of groups.
+        number: number of groups.
         widths: rows of each part in a group.
     """
 
-    count: int
+    number: int
     widths: tuple[int, ...]
 
 
