@@ -1,6 +1,7 @@
-"""Hooks of a step that Lightning skips: it calls every hook of every callback, and each call costs as much as fifteen.
+"""Hooks of a step that Lightning skips.
 
-Lightning asks of each hook if it is callable. So a hook that is ``None`` costs next to nothing.
+Lightning calls every hook of every callback, overridden or not, which costs about fourteen Python calls each time. It
+skips a hook that is not callable, so a hook that is ``None`` costs next to nothing.
 """
 
 from __future__ import annotations

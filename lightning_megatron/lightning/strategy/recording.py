@@ -83,7 +83,7 @@ class ActionRecord:
         action_log, module = self._ranks.recorder.main, self._strategy.lightning_module
         if self._marks is not None:
             self._marks.end()
-        # Automatic optimization runs these once a batch, at the begin of which the strategy has written the number.
+        # Automatic optimization runs these once a batch; the strategy writes the number when the batch begins.
         is_part = kind in _PARTS and module is not None and module.automatic_optimization
         if not is_part and (trainer := trainer_of(module)) is not None:
             action_log.step = trainer.global_step
