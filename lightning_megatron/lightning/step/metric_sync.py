@@ -6,7 +6,7 @@ samples. So a metric is gathered over the data-parallel ranks of the last stage,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def _metrics_in(value: Any, seen: set[int]) -> Iterator[Metric]:
         yield value
     if isinstance(value, nn.Module | Callback):
         value = vars(value)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for item in value:

@@ -96,7 +96,7 @@ def test_packed_documents_and_masks_are_refused_by_name() -> None:
     [
         ({"delta_layers": (0, 4)}, r"delta_layers=\[4\]: layers are numbered 0 to 3"),
         ({"delta_key_heads": 3}, "delta_key_heads=3.*nearest.*4"),
-        ({"rope_head_dim": 10}, "rope_head_dim=10: is a part of head_dim=8"),
+        ({"rope_head_dim": 10}, "rope_head_dim=10: is more than head_dim=8"),
         ({"rope_head_dim": 3}, "rotates pairs"),
         ({"kv_lora_rank": 8, "rope_head_dim": 2, "qk_norm": False, "num_query_groups": 8}, "kv_lora_rank=8"),
         ({"sliding_window": 4}, "sliding_window=4"),

@@ -29,7 +29,7 @@ from lightning_megatron.tools.recipes.contents import merged
 from lightning_megatron.tools.recipes.names import recipe_files, recipe_names
 
 NAMES = recipe_names()
-UNPLANNED = {"bert": "decoders alone", "t5": "decoders alone"}
+UNPLANNED = {"bert": "no formulas", "t5": "no formulas"}
 """Beginnings of the names of recipes for whose models there are no formulas, and the reasons."""
 ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("llama3.1-8b", {"micro_batch_size": 1}),
