@@ -97,6 +97,8 @@ def _serve(rank: int, tasks: Connection, stacks: str, kind: devices.DeviceKind, 
     torch.set_num_threads(1)
     stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler keeps it for the life of the process
     faulthandler.register(signal.SIGUSR2, file=stack_file, all_threads=True)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # of the test that has started the pool
+        os.environ.pop(name, None)
     environment = dict(os.environ)
     gc.freeze()  # imported objects stay alive: collections can skip them
     while (task := tasks.recv()) is not None:
