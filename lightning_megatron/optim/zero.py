@@ -8,7 +8,6 @@ gathered. The optimizer object, its hyper-parameters and their schedulers stay t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -41,8 +40,8 @@ class ShardedOptimizer(ShardedState):
 
         zero.zero_grads()                     # gradient accumulation begins
         ...backward of all micro-batches but the last...
-        with zero.last_backward():            # buckets are sent while this one runs
-            loss.backward()
+        zero.declare_last()                   # buckets are sent while the coming backward runs
+        loss.backward()
         zero.finish_grad_sync()               # mean gradients are now `.grad` of the main parameters
         zero.clip_by_norm(1.0)
         optimizer.step()                      # parameters begin to be gathered; modules of the next forward wait
@@ -170,17 +169,13 @@ class ShardedOptimizer(ShardedState):
 
     # Gradients
 
-    def declare_last(self, last: bool) -> None:
-        """Declare that the coming backward is the last of the step, see :meth:`last_backward`, or that it is over."""
-        self._reducer.is_last_backward = last
-
-    def last_backward(self, last: bool = True) -> AbstractContextManager[None]:
-        """Context manager around the last backward of the step for the parameters that it reaches; sends their buckets.
+    def declare_last(self, last: bool = True) -> None:
+        """Declare that the coming backward is the last of the step for the parameters that it reaches.
 
         Args:
-            last: False if it is not the last; then no bucket is sent during it.
+            last: False if it is not the last, or is over: then no bucket is sent during a backward.
         """
-        return self._reducer.last_backward(last)
+        self._reducer.is_last_backward = last
 
     def hook_last(self, has_others: Callable[[Tensor], bool]) -> None:
         """Let other hooks of parameters, where a function finds some, run before the gradients are sent."""

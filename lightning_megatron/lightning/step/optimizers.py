@@ -277,15 +277,13 @@ class OptimizerSet:
     @contextmanager
     def last_backward(self, last: bool = True) -> Iterator[None]:
         """Context of the last backward of a step, which sends complete gradients; of another one if not ``last``."""
-        self._declare_last(last)
+        for sharded in self.sharded:
+            sharded.declare_last(last)
         try:
             yield
         finally:
-            self._declare_last(False)
-
-    def _declare_last(self, last: bool) -> None:
-        for sharded in self.sharded:
-            sharded.declare_last(last)
+            for sharded in self.sharded:
+                sharded.declare_last(False)
 
     @contextmanager
     def lightnings_backward(self, last: bool) -> Iterator[None]:
@@ -295,12 +293,8 @@ class OptimizerSet:
         optimization the last one of a step is not known. So both send gradients only afterwards.
         """
         is_plain = self._is_automatic and not self._differentiates_itself
-        self._declare_last(last and is_plain)
-        try:
-            with self._mesh.weight_grads.accumulating(is_plain):
-                yield
-        finally:
-            self._declare_last(False)
+        with self.last_backward(last and is_plain), self._mesh.weight_grads.accumulating(is_plain):
+            yield
 
     def sum_tied(self) -> None:
         """Sum the gradients of parameters that several pipeline stages hold; after the last backward of a step."""

@@ -6,8 +6,7 @@ data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -83,19 +82,6 @@ class GradReducer:
         for bucket in self._queue:
             found[id(bucket)] = {slot.owned.name for slot in bucket.slots if slot.owned.param.requires_grad}
         return found
-
-    @contextmanager
-    def last_backward(self, last: bool = True) -> Iterator[None]:
-        """Context manager around a backward: the last of the step for the parameters that it reaches.
-
-        Args:
-            last: False if it is not the last; then no bucket is sent during it.
-        """
-        self.is_last_backward = last
-        try:
-            yield
-        finally:
-            self.is_last_backward = False
 
     def _arrived(self, bucket_index: int, slot_index: int) -> None:
         bucket = self._buckets[bucket_index]

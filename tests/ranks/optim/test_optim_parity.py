@@ -116,8 +116,8 @@ def step(
     zero.zero_grads()
     for micro in mine[:-1]:
         (loss_of(model, x[micro], y[micro]) / case.accumulate).backward()
-    with zero.last_backward():
-        (loss_of(model, x[mine[-1]], y[mine[-1]]) / case.accumulate).backward()
+    zero.declare_last()
+    (loss_of(model, x[mine[-1]], y[mine[-1]]) / case.accumulate).backward()
     zero.finish_grad_sync()
     norm = zero.clip_by_norm(0.3 if case.clip == "norm" else 1e9)
     if case.clip == "value":
@@ -210,8 +210,8 @@ def launches(case: Case) -> tuple[list[int], list[int]]:
         for _ in range(3):
             loss_of(model, x, y).backward()
             counts.append(sent.call_count)
-        with zero.last_backward():
-            loss_of(model, x, y).backward()
+        zero.declare_last()
+        loss_of(model, x, y).backward()
         counts.append(sent.call_count)
         zero.finish_grad_sync()
         counts.append(sent.call_count)
@@ -237,8 +237,8 @@ def late_gradient() -> str:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero = ShardedOptimizer(optimizer, named_specs(model), mesh, DistributedOptimizerConfig(bucket_size=1))
-    with zero.last_backward():
-        model(torch.ones(2, 4)).sum().backward()
+    zero.declare_last()
+    model(torch.ones(2, 4)).sum().backward()
     try:
         model(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
@@ -261,8 +261,8 @@ def overflow() -> list[bool]:
         zero = ShardedOptimizer(
             torch.optim.SGD(model.parameters()), named_specs(model), mesh, DistributedOptimizerConfig(shard=False)
         )
-        with zero.last_backward():
-            (model(torch.ones(2, 4)).sum() * 1.0).backward()
+        zero.declare_last()
+        (model(torch.ones(2, 4)).sum() * 1.0).backward()
         zero.finish_grad_sync()
         if dist.get_rank() == 1:  # only one rank sees it: all must agree
             zero.main_params[0].grad[3] += bad

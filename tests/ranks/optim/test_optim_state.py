@@ -26,9 +26,9 @@ def run(zero: ShardedOptimizer, model: nn.Module, steps: range) -> None:
     for i in steps:
         generator = torch.Generator().manual_seed(100 * i + dist.get_rank())
         zero.zero_grads()
-        with zero.last_backward():
-            dtype = next(model.parameters()).dtype
-            model(torch.randn(4, 64, generator=generator).to(dtype)).float().square().mean().backward()
+        zero.declare_last()
+        dtype = next(model.parameters()).dtype
+        model(torch.randn(4, 64, generator=generator).to(dtype)).float().square().mean().backward()
         zero.finish_grad_sync()
         zero.optimizer.step()
         zero.start_param_gather()

@@ -60,8 +60,8 @@ def train(tp: int, shard: bool, bucket_size: int) -> tuple[dict[str, Tensor], li
         zero.zero_grads()
         mine = list(range(mesh.dp.rank, 4, mesh.dp.size))
         for i in mine:
-            with zero.last_backward(i == mine[-1]):
-                (model(x[i]).square().mean() / len(mine)).backward()
+            zero.declare_last(i == mine[-1])
+            (model(x[i]).square().mean() / len(mine)).backward()
         zero.finish_grad_sync()
         norms.append(float(zero.clip_by_norm(0.5)))
         optimizer.step()
@@ -96,8 +96,8 @@ def added_up(tp: int, shard: bool) -> dict[str, Tensor]:
     zero.zero_grads()
     for part in x:
         zero.continue_accumulation()
-        with zero.last_backward():
-            model(part).square().mean().backward()
+        zero.declare_last()
+        model(part).square().mean().backward()
         zero.finish_grad_sync()
     return dict(zero.gradients_of(lambda spec: True))
 
@@ -122,8 +122,8 @@ def tied_norms() -> tuple[float, float]:
     ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zero = ShardedOptimizer(optimizer, specs, mesh, DistributedOptimizerConfig(bucket_size=1), reduce_late=["copy"])
-    with zero.last_backward():
-        (model.first.square().sum() / 2 + model.copy.square().sum() / 2).backward()
+    zero.declare_last()
+    (model.first.square().sum() / 2 + model.copy.square().sum() / 2).backward()
     model.copy.grad.mul_(2)  # what a sum over tied copies would do
     zero.finish_grad_sync()
     norm = float(zero.grad_norm())

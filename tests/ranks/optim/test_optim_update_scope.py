@@ -131,8 +131,8 @@ class Job:
         for step in steps:
             x, y = batch(step)
             self.zero.zero_grads()
-            with self.zero.last_backward():
-                (self.model(x[mine].to(next(self.model.parameters()).dtype)) - y[mine]).square().mean().backward()
+            self.zero.declare_last()
+            (self.model(x[mine].to(next(self.model.parameters()).dtype)) - y[mine]).square().mean().backward()
             self.zero.finish_grad_sync()
             self.zero.optimizer.step()
             self.zero.start_param_gather()

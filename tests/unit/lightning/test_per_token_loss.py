@@ -169,8 +169,8 @@ def test_the_optimizer_scales_the_gradient_once_and_forgets_the_factor() -> None
         zero.zero_grads()
         assert zero.grad_factor is None
         zero.grad_factor = factor
-        with zero.last_backward():
-            model(torch.ones(2, 3)).sum().backward()
+        zero.declare_last()
+        model(torch.ones(2, 3)).sum().backward()
         zero.finish_grad_sync()
         return torch.cat([grad.flatten() for main in zero.main_params if (grad := main.grad) is not None]).clone()
 

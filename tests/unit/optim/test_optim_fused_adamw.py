@@ -78,8 +78,8 @@ class Job:
         for i in steps:
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(i)).bfloat16()
             self.zero.zero_grads()
-            with self.zero.last_backward():
-                self.model(x).float().square().mean().backward()
+            self.zero.declare_last()
+            self.model(x).float().square().mean().backward()
             self.zero.finish_grad_sync()
             self.zero.optimizer.step()
             self.zero.start_param_gather()
