@@ -99,6 +99,7 @@ class OptimizerSet:
         sharded: the distributed optimizers.
         finite_checks: checks of losses, gradients and parameters for NaN and infinity before each step, by optimizer;
             none without ``check_finite``.
+        backward_is_done: True after a ``training_step`` that has run the backwards, until :meth:`show_grads`.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class OptimizerSet:
         self._clears_itself = is_overridden("optimizer_zero_grad", module)
         self._differentiates_itself = is_overridden("backward", module)
         self._probe: _Probe | None = None
+        self.backward_is_done = False
         if self._is_automatic:
             self._open_places()
 
@@ -156,6 +158,7 @@ class OptimizerSet:
             first: True if Lightning will clear gradients.
             backward_is_ours: True if ``training_step`` runs backwards.
         """
+        self.backward_is_done = backward_is_ours
         if not self._is_automatic:
             return
         self._probe = None
@@ -190,13 +193,12 @@ class OptimizerSet:
 
         self._mesh.weight_grads.set_places(find)
 
-    def end_batch(self, output: Any, batches: int, backward_was_ours: bool) -> Any:
+    def end_batch(self, output: Any, batches: int) -> Any:
         """After ``training_step``: hide the new gradients while Lightning calls ``zero_grad``.
 
         Args:
             output: output of the step, on this replica's whole batch.
             batches: number of accumulated batches, by which Lightning divides each loss.
-            backward_was_ours: True if ``training_step`` has run backwards.
 
         Returns:
             The output, with the mean loss if it has a number of tokens; see :meth:`TokenCounter.normalize`.
@@ -208,7 +210,7 @@ class OptimizerSet:
             for module in self._learning:
                 module.forget_step()
             return None
-        if backward_was_ours:
+        if self.backward_is_done:
             for slot in (slot for sharded in self.sharded for slot in sharded.slots):
                 slot.hide()
         if self._probe is not None:
@@ -232,6 +234,7 @@ class OptimizerSet:
 
     def show_grads(self) -> None:
         """Show the gradients again after the backwards, before the hooks of :meth:`Strategy.backward`."""
+        self.backward_is_done = False
         self._check_probe()
         for slot in (slot for sharded in self.sharded for slot in sharded.slots):
             slot.unhide()

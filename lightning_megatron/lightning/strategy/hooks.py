@@ -33,7 +33,7 @@ from lightning_megatron.lightning.step.optimizers import decide_on_rank_0
 from lightning_megatron.lightning.step.precision import MegatronPrecision
 from lightning_megatron.lightning.strategy.checkpoints import RunCheckpoints
 from lightning_megatron.lightning.strategy.ranks import JobRanks
-from lightning_megatron.lightning.strategy.recording import ActionRecord, recorded
+from lightning_megatron.lightning.strategy.recording import ActionRecord
 from lightning_megatron.lightning.strategy.start import OwnCallbacks, RankStart
 from lightning_megatron.lightning.strategy.trained_parameters import HookGradients, TrainedParameters
 from lightning_megatron.lightning.streams import EvaluationWatch, TrainingWatch
@@ -78,7 +78,7 @@ class StrategyHooks(ParallelStrategy):
         self._batches: BatchWatch | None = None
         self._validated = 0.0
         self._graphs = BlockGraphs()
-        self._accumulating = self._backward_is_done = self._op_report_is_due = False
+        self._op_report_is_due = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._ranks.copied(memo)
@@ -144,28 +144,28 @@ class StrategyHooks(ParallelStrategy):
 
     # Setup: the model and its optimizers
 
-    @recorded(Kind.SETUP)
     def setup(self, trainer: Trainer) -> None:
         """Place the model, and for training put it and the optimizers on flat buffers."""
-        self._place()
-        module = self._ranks.module
-        self._start.compare_restoring(False)
-        self.checkpoints.forget_shown()
-        self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
-        self._params.begin_evaluation(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            if self._layer_sync is not None and self.model is not None:
-                self.model = self._layer_sync.apply(self.model)
-            warn_of_idle(module, self.mesh.layout, self._job.recompute)
-            warn_of_slow(module, devices.kind_of(self.root_device), bool(self._job.compile))
-            self.setup_optimizers(trainer)
-            self.checkpoints.load_optimizers()
-            self._op_report_is_due = True
-        self.setup_precision_plugin()
-        self.engine.watch(module)
-        introduce(trainer, module, self.mesh)
-        self._start.forecast.announce(type(self).__name__)
-        self._terminal.open()
+        with self._record.during(Kind.SETUP):
+            self._place()
+            module = self._ranks.module
+            self._start.compare_restoring(False)
+            self.checkpoints.forget_shown()
+            self._graphs = BlockGraphs(bool(self._job.compile), self.root_device)
+            self._params.begin_evaluation(trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                if self._layer_sync is not None and self.model is not None:
+                    self.model = self._layer_sync.apply(self.model)
+                warn_of_idle(module, self.mesh.layout, self._job.recompute)
+                warn_of_slow(module, devices.kind_of(self.root_device), bool(self._job.compile))
+                self.setup_optimizers(trainer)
+                self.checkpoints.load_optimizers()
+                self._op_report_is_due = True
+            self.setup_precision_plugin()
+            self.engine.watch(module)
+            introduce(trainer, module, self.mesh)
+            self._start.forecast.announce(type(self).__name__)
+            self._terminal.open()
 
     def _place(self) -> None:
         """Make the model ready for the weights of a checkpoint, once in a run."""
@@ -293,71 +293,68 @@ class StrategyHooks(ParallelStrategy):
         with self._ranks.trials.part():
             return super().batch_to_device(batch, device, dataloader_idx)
 
-    @recorded(Kind.TRAINING_STEP)
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a user's ``training_step``; with several micro-batches, forward and backward of them all.
 
         With one micro-batch this is stock Lightning: the loss keeps its graph and :meth:`backward` differentiates it.
         """
-        module, optimizers, engine = self._ranks.module, self._params.optimizers, self.engine
-        assert optimizers is not None
-        batch, *rest = [*args, *kwargs.values()]
-        trainer, is_automatic = module.trainer, module.automatic_optimization
-        batches = trainer.accumulate_grad_batches
-        micro_batches = engine.split(batch, trainer) if is_automatic else None
-        optimizers.begin_batch(trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
-        self._params.share_buffers(trainer, sends_gradients=not self._accumulating)
-        with self.watching_batches(), self._graphs.batch("training", batch):
-            scale = self.precision_plugin.scale_of_loss() / (batches if is_automatic else 1)
-            if micro_batches is None:
-                output = engine.plain_step(module, partial(module.training_step, *args, **kwargs), scale)
-            else:
-                finishing = None if self._accumulating else optimizers
-                output = engine.train(module, micro_batches, tuple(rest), scale, finishing)
-        self._backward_is_done = micro_batches is not None
-        if self._op_report_is_due:
-            self._op_report_is_due = False
-            write_op_report(module, self._ranks.ops, self.mesh)
-        return optimizers.end_batch(output, batches, self._backward_is_done)
+        with self._record.during(Kind.TRAINING_STEP):
+            module, optimizers, engine = self._ranks.module, self._params.optimizers, self.engine
+            assert optimizers is not None
+            batch, *rest = [*args, *kwargs.values()]
+            trainer, is_automatic = module.trainer, module.automatic_optimization
+            batches = trainer.accumulate_grad_batches
+            micro_batches = engine.split(batch, trainer) if is_automatic else None
+            optimizers.begin_batch(trainer.fit_loop.batch_idx % batches == 0, micro_batches is not None)
+            self._params.share_buffers(trainer)
+            with self.watching_batches(), self._graphs.batch("training", batch):
+                scale = self.precision_plugin.scale_of_loss() / (batches if is_automatic else 1)
+                if micro_batches is None:
+                    output = engine.plain_step(module, partial(module.training_step, *args, **kwargs), scale)
+                else:
+                    finishing = None if self._params.accumulates else optimizers
+                    output = engine.train(module, micro_batches, tuple(rest), scale, finishing)
+            if self._op_report_is_due:
+                self._op_report_is_due = False
+                write_op_report(module, self._ranks.ops, self.mesh)
+            return optimizers.end_batch(output, batches)
 
-    @recorded(Kind.BACKWARD)
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, unless :meth:`training_step` has; the hooks are called in both cases."""
-        module, optimizers = self._ranks.module, self._params.optimizers
-        assert optimizers is not None
-        trials = self._ranks.trials  # during which nothing is sent before all ranks have the memory for it
-        self._params.backward_is_last = last = not (self._accumulating or trials.is_on)
-        if self._backward_is_done:
-            self._backward_is_done = False
-            optimizers.show_grads()
-            self.precision_plugin.pre_backward(closure_loss, module)
-            return self.precision_plugin.post_backward(closure_loss, module)
-        optimizers.begin_backward()
-        with trials.part(optimizers.lightnings_backward(last)):
-            closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self.engine.mark_step()
-        trials.agree()
-        return closure_loss
+        with self._record.during(Kind.BACKWARD):
+            module, optimizers = self._ranks.module, self._params.optimizers
+            assert optimizers is not None
+            trials = self._ranks.trials  # during which nothing is sent before all ranks have the memory for it
+            if optimizers.backward_is_done:
+                optimizers.show_grads()
+                self.precision_plugin.pre_backward(closure_loss, module)
+                return self.precision_plugin.post_backward(closure_loss, module)
+            optimizers.begin_backward()
+            with trials.part(optimizers.lightnings_backward(self._params.backward_is_last)):
+                closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            self.engine.mark_step()
+            trials.agree()
+            return closure_loss
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Mark the batches inside as not the last of their optimizer step: Lightning accumulates gradients."""
-        self._accumulating = True
+        self._params.accumulates = True
         try:
             yield
         finally:
-            self._accumulating = False
+            self._params.accumulates = False
 
-    @recorded(Kind.OPTIMIZER_STEP)
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """One step of the user's optimizer."""
-        with self._ranks.trials.step():
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.engine.mark_step()
-        assert self._params.optimizers is not None
-        is_last, is_skipped = self._ranks.module.trainer.is_last_batch, self.precision_plugin.step_is_skipped
-        self._params.optimizers.step_is_over(optimizer, is_last, is_skipped)
-        return result
+        with self._record.during(Kind.OPTIMIZER_STEP):
+            with self._ranks.trials.step():
+                result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self.engine.mark_step()
+            assert self._params.optimizers is not None
+            is_last, is_skipped = self._ranks.module.trainer.is_last_batch, self.precision_plugin.step_is_skipped
+            self._params.optimizers.step_is_over(optimizer, is_last, is_skipped)
+            return result
 
     def on_train_end(self) -> None:
         """Wait for checks, parameter gathers and background saves, and complete the progress bar."""
@@ -373,21 +370,21 @@ class StrategyHooks(ParallelStrategy):
         """Give a validation that is repeated after resuming its first random numbers."""
         self.checkpoints.randomness.begin_validation(sanity_checking=self._ranks.module.trainer.sanity_checking)
 
-    @recorded(Kind.VALIDATION_STEP)
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``validation_step`` on every micro-batch. The first step broadcasts buffers as hooks left them."""
-        self._params.share_buffers(self._ranks.module.trainer, sends_gradients=False)
-        return self._evaluate("validation_step", *args, **kwargs)
+        with self._record.during(Kind.VALIDATION_STEP):
+            self._params.share_buffers(self._ranks.module.trainer)
+            return self._evaluate("validation_step", *args, **kwargs)
 
-    @recorded(Kind.TEST_STEP)
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``test_step`` on every micro-batch."""
-        return self._evaluate("test_step", *args, **kwargs)
+        with self._record.during(Kind.TEST_STEP):
+            return self._evaluate("test_step", *args, **kwargs)
 
-    @recorded(Kind.PREDICT_STEP)
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``predict_step`` on every micro-batch, outputs joined."""
-        return self._evaluate("predict_step", *args, **kwargs)
+        with self._record.during(Kind.PREDICT_STEP):
+            return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         module = self._ranks.module

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
@@ -36,21 +35,6 @@ _TOGETHER = timedelta(seconds=3)
 """Time within which ranks that fail together raise their errors; a rank that does not is then ended by its watch."""
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def recorded(kind: Kind) -> Callable[[Method], Method]:
-    """Bracket a method of the strategy in the record of its rank."""
-
-    def around(method: Method) -> Method:
-        @wraps(method)
-        def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._record.during(kind):
-                return method(self, *args, **kwargs)
-
-        return cast(Method, inside)
-
-    return around
 
 
 class ActionRecord:

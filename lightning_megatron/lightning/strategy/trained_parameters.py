@@ -38,14 +38,14 @@ class TrainedParameters:
     Attributes:
         optimizers: optimizers on flat buffers; ``None`` before a fit.
         buffers: broadcasts of the module's buffers; ``None`` before a fit.
-        backward_is_last: True if the present backward completes the gradients of an optimizer step, as far as known.
+        accumulates: True during a batch that is not the last of its optimizer step.
     """
 
     def __init__(self, ranks: JobRanks) -> None:
         self._ranks, self._job = ranks, ranks.job
         self.optimizers: OptimizerSet | None = None
         self.buffers: BufferSync | None = None
-        self._holder, self._is_further_fit, self.backward_is_last = Holder(), False, False
+        self._holder, self._is_further_fit, self.accumulates = Holder(), False, False
         self._narrow: torch.dtype | None = None  # dtype of parameters that hold their main values rounded
 
     @property
@@ -57,6 +57,11 @@ class TrainedParameters:
     def are_shared(self) -> bool:
         """True if there are other ranks."""
         return self._ranks.mesh.is_distributed
+
+    @property
+    def backward_is_last(self) -> bool:
+        """True if a backward now completes the gradients of an optimizer step, as far as known."""
+        return not (self.accumulates or self._ranks.trials.is_on)
 
     # Setup and release
 
@@ -154,12 +159,12 @@ class TrainedParameters:
 
     # Values between steps
 
-    def share_buffers(self, trainer: Trainer, *, sends_gradients: bool) -> None:
+    def share_buffers(self, trainer: Trainer) -> None:
         """Broadcast buffers before a batch of training or a validation, see :class:`BufferSync`."""
         if self.buffers is None or not self.buffers.are_sent:
             return
         if trainer.training or not may_stay_away(trainer, self._ranks.layout):
-            self.buffers.begin(sends_gradients)
+            self.buffers.begin(sends_gradients=trainer.training and not self.accumulates)
 
     def finish_gather(self) -> None:
         """Wait until all parameters have the values of the last step."""
