@@ -114,13 +114,9 @@ class WeightGradStore:
         self._find_place = find_place
 
     @contextmanager
-    def accumulating(self, allowed: bool = True) -> Iterator[None]:
-        """Context of a backward that accumulates all gradients in ``param.grad``, unlike ``torch.autograd.grad``.
-
-        Args:
-            allowed: False if the backward is not known to do so.
-        """
-        before, self._is_accumulating = self._is_accumulating, allowed
+    def accumulating(self) -> Iterator[None]:
+        """Context of a backward that accumulates all gradients in ``param.grad``, unlike ``torch.autograd.grad``."""
+        before, self._is_accumulating = self._is_accumulating, True
         try:
             yield
         finally:

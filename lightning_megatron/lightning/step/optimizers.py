@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 from weakref import ref
@@ -283,21 +283,20 @@ class OptimizerSet:
         for sharded in self.sharded:
             sharded.declare_last(last)
         try:
-            yield
+            with self._mesh.weight_grads.accumulating():
+                yield
         finally:
             for sharded in self.sharded:
                 sharded.declare_last(False)
 
-    @contextmanager
-    def lightnings_backward(self, last: bool) -> Iterator[None]:
+    def lightnings_backward(self, last: bool) -> AbstractContextManager[None]:
         """Context of the backward that Lightning runs; the last of the step, or another one if not ``last``.
 
         An overridden one may call ``torch.autograd.grad``, or change gradients before it returns. Under manual
         optimization the last one of a step is not known. So both send gradients only afterwards.
         """
         is_plain = self._is_automatic and not self._differentiates_itself
-        with self.last_backward(last and is_plain), self._mesh.weight_grads.accumulating(is_plain):
-            yield
+        return self.last_backward(last) if is_plain else nullcontext()
 
     def sum_tied(self) -> None:
         """Sum the gradients of parameters that several pipeline stages hold; after the last backward of a step."""
