@@ -24,12 +24,16 @@ class CompilablePart(nn.Module):
         super().compile(*args, **kwargs)
         self.is_compiled = True
 
+    def run_context(self) -> AbstractContextManager[Any]:
+        """Context of a compiled call."""
+        return nullcontext()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, compiled or not."""
         if not self.is_compiled:
             return super().__call__(*args, **kwargs)
         given = (item for item in (*args, *kwargs.values()) if isinstance(item, nn.Parameter))
-        with _without_other_gradients((*self.parameters(), *given)):
+        with self.run_context(), _without_other_gradients((*self.parameters(), *given)):
             return super().__call__(*args, **kwargs)
 
 

@@ -33,7 +33,6 @@ from lightning_megatron.models.transformer import Block
 from lightning_megatron.moe.aux_loss import attach_aux_loss
 from lightning_megatron.moe.tokens import RoutedTokens, up_to_the_last
 from lightning_megatron.ops.registry import Ops
-from lightning_megatron.recompute import recomputed
 from lightning_megatron.stage import BackwardScale, StageLayers
 
 RotaryTables = Mapping[Rotary | None, tuple[Tensor, Tensor] | None]
@@ -76,7 +75,6 @@ class GPTModel(StagedModel):
         """Empty caches for decoding, one per layer."""
         return [mixer.new_cache() for mixer in self._mixers]
 
-    @in_own_dtype
     def forward(
         self,
         tokens: Tensor,
@@ -111,20 +109,21 @@ class GPTModel(StagedModel):
                 or documents that would need different angles under dynamic scaling.
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
-        position_ids = _places(position_ids, documents, tokens.device)
-        if labels is None:
-            # Decoding grows keys and values with every token: each length would compile another graph.
-            with without_graphs(self.layers.values()) if caches else nullcontext():
-                return self._logits(tokens, position_ids, caches, documents)
-        routed = self._routed(tokens, documents, kept_tokens(tokens, labels, loss_mask), gives_loss=True)
-        hidden, aux_losses = self._stream(tokens, position_ids, caches, documents, routed)
-        if not (self.mtp and self.training):
-            return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
-        assert self.head is not None
-        normed = self.head.norm(hidden)
-        loss = self._mean_loss(normed, labels, loss_mask, is_normed=True)
-        given = tokens, labels, loss_mask, position_ids, documents, routed, per_token
-        return _with_aux_losses(loss, aux_losses + self._further_losses(normed, *given))
+        with in_own_dtype(self):
+            position_ids = _places(position_ids, documents, tokens.device)
+            if labels is None:
+                # Decoding grows keys and values with every token: each length would compile another graph.
+                with without_graphs(self.layers.values()) if caches else nullcontext():
+                    return self._logits(tokens, position_ids, caches, documents)
+            routed = self._routed(tokens, documents, kept_tokens(tokens, labels, loss_mask), gives_loss=True)
+            hidden, aux_losses = self._stream(tokens, position_ids, caches, documents, routed)
+            if not (self.mtp and self.training):
+                return _with_aux_losses(self._mean_loss(hidden, labels, loss_mask), aux_losses)
+            assert self.head is not None
+            normed = self.head.norm(hidden)
+            loss = self._mean_loss(normed, labels, loss_mask, is_normed=True)
+            given = tokens, labels, loss_mask, position_ids, documents, routed, per_token
+            return _with_aux_losses(loss, aux_losses + self._further_losses(normed, *given))
 
     def _further_losses(
         self,
@@ -149,11 +148,7 @@ class GPTModel(StagedModel):
             inputs = shard_inputs(later(tokens, places, 0, documents), position_ids, self._sharding)
             embedded = self.embedding(inputs.tokens, inputs.positions)
             table = self._rotary_tables(inputs, hidden)[self._mtp_rotary]
-            if group.recomputed:
-                how: dict[str, Any] = {"rng": self.rng, "shard_over": self._shard_saved_over}
-                hidden, aux = recomputed(module, hidden, embedded, table, documents, routed, **how)
-            else:
-                hidden, aux = module(hidden, embedded, table, documents, routed)
+            hidden, aux = self._planned(module, group)(hidden, embedded, table, documents, routed)
             of_experts += aux
             mask = None if loss_mask is None else later(loss_mask, places, 0, documents)
             further = later(labels, places, IGNORE_INDEX, documents)
@@ -180,7 +175,6 @@ class GPTModel(StagedModel):
         logits = self.head(hidden, self.tied_weight, keep=keep)  # [S/cp, B, V]
         return self._sharding.gather(logits, length).transpose(0, 1)
 
-    @in_own_dtype
     def hidden(
         self,
         tokens: Tensor,
@@ -204,14 +198,14 @@ class GPTModel(StagedModel):
         Returns:
             ``[B, S, H]``, after the final norm.
         """
-        position_ids = _places(position_ids, documents, tokens.device)
-        routed = self._routed(tokens, documents, kept)
-        stream, aux_losses = self._stream(tokens, position_ids, None, documents, routed)
-        assert self.head is not None
-        whole = self._sharding.gather(self.head.final(stream), tokens.shape[1]).transpose(0, 1)  # [B, S, H]
-        return _with_aux_losses(whole, aux_losses, scale or BackwardScale())
+        with in_own_dtype(self):
+            position_ids = _places(position_ids, documents, tokens.device)
+            routed = self._routed(tokens, documents, kept)
+            stream, aux_losses = self._stream(tokens, position_ids, None, documents, routed)
+            assert self.head is not None
+            whole = self._sharding.gather(self.head.final(stream), tokens.shape[1]).transpose(0, 1)  # [B, S, H]
+            return _with_aux_losses(whole, aux_losses, scale or BackwardScale())
 
-    @in_own_dtype
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Losses of all tokens, ``[B, S]`` fp32, 0 where the label is -100; whole on every rank.
 
@@ -219,12 +213,12 @@ class GPTModel(StagedModel):
             hidden: ``[B, S, H]``, result of :meth:`hidden`.
             labels: ``[B, S]``.
         """
-        assert self.head is not None
-        own = self._sharding.shard(hidden.transpose(0, 1), 0)  # [S/cp, B, H]
-        losses = self.head(own, self.tied_weight, labels=self._own_labels(labels).t(), is_final=True)
-        return self._sharding.gather(losses, hidden.shape[1]).t()
+        with in_own_dtype(self):
+            assert self.head is not None
+            own = self._sharding.shard(hidden.transpose(0, 1), 0)  # [S/cp, B, H]
+            losses = self.head(own, self.tied_weight, labels=self._own_labels(labels).t(), is_final=True)
+            return self._sharding.gather(losses, hidden.shape[1]).t()
 
-    @in_own_dtype
     def mean_loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """Mean loss as of :meth:`forward`, computed from hidden states.
 
@@ -233,8 +227,9 @@ class GPTModel(StagedModel):
             labels: ``[B, S]``.
             loss_mask: ``[B, S]``.
         """
-        own = self._sharding.shard(hidden.transpose(0, 1), 0)  # [S/cp, B, H]
-        return self._mean_loss(own, labels, loss_mask, is_final=True)
+        with in_own_dtype(self):
+            own = self._sharding.shard(hidden.transpose(0, 1), 0)  # [S/cp, B, H]
+            return self._mean_loss(own, labels, loss_mask, is_final=True)
 
     def _stream(
         self,
@@ -260,7 +255,12 @@ class GPTModel(StagedModel):
         inputs = shard_inputs(tokens, position_ids, self._sharding, first)
         hidden = self._stage_input(stage, inputs)  # [S/cp, B, H], under sequence parallelism [S/(cp tp), B, H]
         tables = self._rotary_tables(inputs, hidden)
-        hidden, aux_losses = self._run_layers(stage.layers, hidden, tables, caches, documents, routed)
+        plan = NO_RECOMPUTE if caches else self.recompute  # recomputation would append to the caches twice
+        aux_losses: list[Tensor] = []
+        for group in plan.groups(stage.layers):
+            run = self._planned(self._run_group, group)
+            hidden, aux = run(hidden, tables, group.layers, caches, documents, routed)
+            aux_losses += aux
         for cache in caches or ():
             cache.truncate(first + length)
         if not stage.has_loss:
@@ -349,27 +349,6 @@ class GPTModel(StagedModel):
         assert isinstance(inputs.everywhere, int)
         cos, sin = rotary.first(inputs.span.stop, hidden.device, hidden.dtype, inputs.everywhere)
         return self._sharding.shard(cos[inputs.span.start :], 0), self._sharding.shard(sin[inputs.span.start :], 0)
-
-    def _run_layers(
-        self,
-        layers: Sequence[int],
-        hidden: Tensor,
-        rotary: RotaryTables,
-        caches: Sequence[Cache] | None,
-        documents: Documents | None,
-        routed: RoutedTokens | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The stage's layers, in the groups of the recomputation plan."""
-        plan = NO_RECOMPUTE if caches else self.recompute  # recomputation would append to the caches twice
-        aux_losses: list[Tensor] = []
-        for group in plan.groups(layers):
-            inputs = hidden, rotary, group.layers, caches, documents, routed
-            if group.recomputed:
-                hidden, aux = recomputed(self._run_group, *inputs, rng=self.rng, shard_over=self._shard_saved_over)
-            else:
-                hidden, aux = self._run_group(*inputs)
-            aux_losses += aux
-        return hidden, aux_losses
 
     def _run_group(
         self,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
+from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, LayerGroup, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.context_parallel.inputs import SequenceSharding
 from lightning_megatron.errors import Problem, raise_if_any
@@ -24,6 +25,8 @@ from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import recomputed
 from lightning_megatron.stage import StageBoundary, StageLayers
 
+T = TypeVar("T")
+
 
 class Parts(NamedTuple):
     """Classes of the parts of a model."""
@@ -33,24 +36,13 @@ class Parts(NamedTuple):
     head: Callable[..., Head] = Head
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def in_own_dtype(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Run a method of a model in 16 bits without autocast, which is for fp32 parameters: the model casts by itself."""
-
-    @wraps(method)
-    def run(self: nn.Module, *args: P.args, **kwargs: P.kwargs) -> T:
-        param = next(self.parameters(), None)
-        if param is None or param.dtype == torch.float32 or param.is_meta:  # autocast does not know the device "meta"
-            return method(self, *args, **kwargs)
-        if not torch.is_autocast_enabled(param.device.type):
-            return method(self, *args, **kwargs)
-        with torch.autocast(param.device.type, enabled=False):
-            return method(self, *args, **kwargs)
-
-    return run
+def in_own_dtype(model: nn.Module) -> AbstractContextManager[Any]:
+    """Context of a model in 16 bits without autocast, which is for fp32 parameters: the model casts by itself."""
+    param = next(model.parameters(), None)
+    if param is None or param.dtype == torch.float32 or param.is_meta:  # autocast does not know the device "meta"
+        return nullcontext()
+    is_cast = torch.is_autocast_enabled(param.device.type)
+    return torch.autocast(param.device.type, enabled=False) if is_cast else nullcontext()
 
 
 class StagedModel(nn.Module):
@@ -170,16 +162,11 @@ class StagedModel(nn.Module):
         mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
         return F.pad(mask, (0, added))
 
-    def _in_groups(
-        self, run: Callable[[Tensor, Sequence[int]], Tensor], layers: Sequence[int], hidden: Tensor, plan: RecomputePlan
-    ) -> Tensor:
-        """Run layers in the groups of a recomputation plan; of the saved inputs only ``hidden`` is sharded."""
-        for group in plan.groups(layers):
-            if group.recomputed:
-                hidden = recomputed(run, hidden, group.layers, rng=self.rng, shard_over=self._shard_saved_over)
-            else:
-                hidden = run(hidden, group.layers)
-        return hidden
+    def _planned(self, run: Callable[..., T], group: LayerGroup) -> Callable[..., T]:
+        """A function that runs a group of layers; one that saves shards of its inputs if the group is recomputed."""
+        if not group.recomputed:
+            return run
+        return partial(recomputed, run, rng=self.rng, shard_over=self._shard_saved_over)
 
     def _own_labels(self, labels: Tensor) -> Tensor:
         return self._sharding.shard(labels, 1, IGNORE_INDEX)

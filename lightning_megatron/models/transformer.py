@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -68,12 +69,9 @@ class Block(CompilablePart):
         self.mlp_post_norm = norm() if config.post_norms else nn.Identity()
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the block, compiled or not."""
-        if not self.is_compiled:
-            return super().__call__(*args, **kwargs)
-        with self.mlp.run_context():
-            return super().__call__(*args, **kwargs)
+    def run_context(self) -> AbstractContextManager[Any]:
+        """Context of a compiled call: that of the feed-forward part."""
+        return self.mlp.run_context()
 
     def forward(
         self,

@@ -139,11 +139,6 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` in plain torch."""
-    return F.linear(x, weight.flatten(0, -2), None if bias is None else bias.flatten())
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: bool | None = None) -> Tensor:
     """``x W^T + b``.
 
@@ -156,9 +151,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, native: boo
     Returns:
         ``[..., out]``.
     """
-    factor = weight.flatten(0, -2).t()
-    if not upcasts(x, factor, native=native) and not by_onednn(x, factor):
-        return linear_reference(x, weight, bias)
+    rows = weight.flatten(0, -2)
+    if not upcasts(x, rows.t(), native=native) and not by_onednn(x, rows.t()):
+        return F.linear(x, rows, None if bias is None else bias.flatten())
     out: Tensor = _Linear.apply(x, weight, bias)
     return out
 

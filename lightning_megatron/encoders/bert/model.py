@@ -83,7 +83,6 @@ class BertModel(StagedModel):
     def _classes(self) -> Parts:
         return Parts(BertEmbedding, PostNormBlock if self.config.norms_after else Block, BertHead)
 
-    @in_own_dtype
     def forward(self, inputs: BertInputs) -> BertLogits:
         """Logits of both heads; on a stage that is not the last, the end of the step.
 
@@ -91,12 +90,12 @@ class BertModel(StagedModel):
             ConfigError: for a sequence longer than the learned positions.
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
-        encoded, head = self._encoded(inputs)
-        logits = self._sharding.gather(head(encoded, self.tied_weight), inputs.tokens.shape[1])  # [S, B, V]
-        follows = head.follows(encoded) if self.config.next_sentence else None
-        return BertLogits(logits.transpose(0, 1), follows)
+        with in_own_dtype(self):
+            encoded, head = self._encoded(inputs)
+            logits = self._sharding.gather(head(encoded, self.tied_weight), inputs.tokens.shape[1])  # [S, B, V]
+            follows = head.follows(encoded) if self.config.next_sentence else None
+            return BertLogits(logits.transpose(0, 1), follows)
 
-    @in_own_dtype
     def pooled(self, inputs: BertInputs) -> Tensor:
         """Pooled features ``[B, H]`` of the first token; on a stage that is not the last, the end of the step.
 
@@ -106,12 +105,12 @@ class BertModel(StagedModel):
         Raises:
             ConfigError: for a sequence longer than the learned positions, or a model without a pooler.
         """
-        if not self.config.next_sentence:
-            raise_if_any([Problem("next_sentence", False, "the model has no pooler without that head", (True,))])
-        encoded, head = self._encoded(inputs)
-        return head.pooled(encoded)
+        with in_own_dtype(self):
+            if not self.config.next_sentence:
+                raise_if_any([Problem("next_sentence", False, "the model has no pooler without that head", (True,))])
+            encoded, head = self._encoded(inputs)
+            return head.pooled(encoded)
 
-    @in_own_dtype
     def losses(
         self,
         inputs: BertInputs,
@@ -128,16 +127,19 @@ class BertModel(StagedModel):
             next_sentence_labels: ``[B]``, 0 where the second segment follows the first, else 1; -100 is ignored;
                 ``None`` leaves that head out.
         """
-        encoded, head = self._encoded(inputs)
-        own, weights = self._own_labels(labels), self._sharding.shard(mean_weights(labels, loss_mask), 1)  # [B, S/cp]
-        part = head(encoded, self.tied_weight, labels=own.t(), token_weights=weights.t())
-        tokens = reduce_from_region(copy_to_region(part, self._sharding.axis), self._sharding.axis)
-        follows = None
-        if self.config.next_sentence and next_sentence_labels is not None:
-            answers = next_sentence_labels.flatten()
-            sum_ = F.cross_entropy(head.follows(encoded).float(), answers, ignore_index=IGNORE_INDEX, reduction="sum")
-            follows = sum_ / one_for_none((answers != IGNORE_INDEX).sum())
-        return BertLosses(tokens, follows)
+        with in_own_dtype(self):
+            encoded, head = self._encoded(inputs)
+            own = self._own_labels(labels)  # [B, S/cp], as the weights
+            weights = self._sharding.shard(mean_weights(labels, loss_mask), 1)
+            part = head(encoded, self.tied_weight, labels=own.t(), token_weights=weights.t())
+            tokens = reduce_from_region(copy_to_region(part, self._sharding.axis), self._sharding.axis)
+            follows = None
+            if self.config.next_sentence and next_sentence_labels is not None:
+                answers = next_sentence_labels.flatten()
+                scores = head.follows(encoded).float()
+                sum_ = F.cross_entropy(scores, answers, ignore_index=IGNORE_INDEX, reduction="sum")
+                follows = sum_ / one_for_none((answers != IGNORE_INDEX).sum())
+            return BertLosses(tokens, follows)
 
     def _encoded(self, inputs: BertInputs) -> tuple[Tensor, BertHead]:
         """This rank's shard of the encoder's output, and the head; on an earlier stage, the end of the step."""
@@ -147,7 +149,9 @@ class BertModel(StagedModel):
             raise_if_any([Problem("seq_length", length, f"longer than max_position_embeddings={longest}", (longest,))])
         self._refresh()
         run = partial(self._run_group, key_mask=self._key_mask(inputs.tokens, inputs.padding_mask))
-        hidden = self._in_groups(run, stage.layers, self._stage_input(stage, inputs), self.recompute)
+        hidden = self._stage_input(stage, inputs)
+        for group in self.recompute.groups(stage.layers):
+            hidden = self._planned(run, group)(hidden, group.layers)
         if not stage.has_loss:
             assert self._boundary is not None
             self._boundary.leave(hidden)

@@ -77,7 +77,6 @@ class T5Model(StagedModel):
         if encoder[-1] in here:
             self.encoder_end = StackEnd(config, mesh, sequence_parallel=self.sequence_parallel, ops=ops)
 
-    @in_own_dtype
     def forward(self, inputs: T5Inputs, labels: Tensor | None = None, loss_mask: Tensor | None = None) -> Tensor:
         """Logits, or with labels the loss; on a stage that is not the last, the end of the step.
 
@@ -92,15 +91,15 @@ class T5Model(StagedModel):
         Raises:
             RuntimeError: if the model is cut into stages and no schedule is running.
         """
-        decoded = self._decoded(inputs)
-        assert self.head is not None
-        if labels is None:
-            logits = self.head(decoded, self.tied_weight)  # [T, B, V]
-            return self._sharding.gather(logits, inputs.decoder_tokens.shape[1]).transpose(0, 1)
-        weights = self._sharding.shard(mean_weights(labels, loss_mask), 1)
-        return self.head(decoded, self.tied_weight, labels=self._own_labels(labels).t(), token_weights=weights.t())
+        with in_own_dtype(self):
+            decoded = self._decoded(inputs)
+            assert self.head is not None
+            if labels is None:
+                logits = self.head(decoded, self.tied_weight)  # [T, B, V]
+                return self._sharding.gather(logits, inputs.decoder_tokens.shape[1]).transpose(0, 1)
+            weights = self._sharding.shard(mean_weights(labels, loss_mask), 1)
+            return self.head(decoded, self.tied_weight, labels=self._own_labels(labels).t(), token_weights=weights.t())
 
-    @in_own_dtype
     def encode(self, tokens: Tensor, padding_mask: Tensor | None = None) -> Memory:
         """Output of the encoder for tokens ``[B, S]``, of a model in one piece.
 
@@ -108,11 +107,11 @@ class T5Model(StagedModel):
             tokens: ids for the encoder.
             padding_mask: ``[B, S]``, 1 or True for tokens, 0 for padding; ``None`` for no padding.
         """
-        self._refresh()
-        key_mask = self._key_mask(tokens, padding_mask)
-        return Memory(self._encoded(self.config.stacks["encoder"], self._embedded(tokens), key_mask), key_mask)
+        with in_own_dtype(self):
+            self._refresh()
+            key_mask = self._key_mask(tokens, padding_mask)
+            return Memory(self._encoded(self.config.stacks["encoder"], self._embedded(tokens), key_mask), key_mask)
 
-    @in_own_dtype
     def decode(self, tokens: Tensor, memory: Memory, caches: Sequence[DecoderCache]) -> Tensor:
         """Append tokens ``[B, T]`` to those in the caches, and return the logits ``[B, 1, V]`` after the last one.
 
@@ -121,16 +120,17 @@ class T5Model(StagedModel):
             memory: result of :meth:`encode`.
             caches: keys and values, one per layer of the decoder; this call appends to them.
         """
-        first, length = caches[0].own.length, tokens.shape[1]
-        # Decoding grows keys and values with every token: each length would compile another graph.
-        with without_graphs(self.layers.values()):
-            embedded = self._embedded(tokens, first)
-            decoded = self._run_decoder(self.config.stacks["decoder"], embedded, memory, length, first, caches)
-        for cache in caches:
-            cache.own.truncate(first + length)
-        assert self.head is not None
-        logits = self.head(decoded, self.tied_weight, keep=slice(length - 1, length))
-        return logits.transpose(0, 1)
+        with in_own_dtype(self):
+            first, length = caches[0].own.length, tokens.shape[1]
+            # Decoding grows keys and values with every token: each length would compile another graph.
+            with without_graphs(self.layers.values()):
+                embedded = self._embedded(tokens, first)
+                decoded = self._run_decoder(self.config.stacks["decoder"], embedded, memory, length, first, caches)
+            for cache in caches:
+                cache.own.truncate(first + length)
+            assert self.head is not None
+            logits = self.head(decoded, self.tied_weight, keep=slice(length - 1, length))
+            return logits.transpose(0, 1)
 
     def caches(self) -> list[DecoderCache]:
         """Empty caches for :meth:`decode`."""
@@ -204,7 +204,9 @@ class T5Model(StagedModel):
         plan = NO_RECOMPUTE if caches else self.recompute  # recomputation would append to the caches twice
         # Biases are of this rank's heads, and all layers share the memory.
         run = partial(self._run_group, bias=bias, memory=memory, caches=caches)
-        return self._in_groups(run, layers, hidden, plan)
+        for group in plan.groups(layers):
+            hidden = self._planned(run, group)(hidden, group.layers)
+        return hidden
 
     def _run_group(
         self,
