@@ -60,8 +60,9 @@ def state_like(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[st
 def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]) -> None:
     """Give every main parameter, listed by group, that has no state the state that its optimizer would create for it.
 
-    Only the optimizer knows the names, dtypes and shapes of its state. So a copy of it takes one step on parameters of
-    one element, with value and gradient zero, and the resulting state is expanded to the size of the main parameters.
+    Only the optimizer knows the names, dtypes and shapes of its state: its ``load_state_dict`` takes any. So a copy of
+    it takes one step on parameters of one element, with value and gradient zero, and the resulting state is expanded to
+    the size of the main parameters.
     Weights are not changed, and the optimizer's hooks do not run. ``step`` is reset to zero. Moments are zero as in a
     fresh optimizer. The few values that a step changes even with a zero gradient (``mu_product`` of NAdam, ``eta`` of
     ASGD) are those after one step, until a checkpoint overwrites them.

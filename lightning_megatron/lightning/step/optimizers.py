@@ -384,7 +384,11 @@ def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
 
 
 class _Probe:
-    """A zero gradient that shows if the user's ``optimizer_zero_grad`` clears gradients."""
+    """A zero gradient that shows if the user's ``optimizer_zero_grad`` clears gradients.
+
+    Lightning calls that hook only after ``training_step``, whose backwards have then filled the buffers. So there is no
+    gradient of the step before that it could clear, and a hook may clear them without a call that can be observed.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self._param, self._like = slot.owned.param, slot.grad if slot.aliased else slot.data

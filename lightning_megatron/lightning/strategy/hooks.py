@@ -57,8 +57,10 @@ class StrategyHooks(ParallelStrategy):
     Attributes:
         checkpoints: checkpoints of the run.
         save_guard: check of a checkpoint before it is published; ``None`` for no check.
+        engine: the engine that runs the steps, from ``setup_environment`` on.
     """
 
+    engine: StepEngine
     _kind_of_ranks: type[JobRanks] = JobRanks
 
     def __init__(self, job: JobSettings, **parts: Any) -> None:
@@ -74,7 +76,6 @@ class StrategyHooks(ParallelStrategy):
         self._terminal, self._known_warnings = Terminal(), KnownWarnings()
         self._start = RankStart(self._ranks, self._record, self._params, self.checkpoints)
         self._own_callbacks = OwnCallbacks(job.save_on_signal, job.layout)
-        self._engine: StepEngine | None = None
         self._batches: BatchWatch | None = None
         self._validated = 0.0
         self._graphs = BlockGraphs()
@@ -99,12 +100,6 @@ class StrategyHooks(ParallelStrategy):
         """Process groups of this rank, from ``setup_environment`` on; a ``RuntimeError`` before."""
         return self._ranks.mesh
 
-    @property
-    def engine(self) -> StepEngine:
-        """The engine that runs the steps, from ``setup_environment`` on."""
-        assert self._engine is not None
-        return self._engine
-
     # Start; the launcher has called `check`, `compare` and `find_last` of `RankStart` before
 
     def setup_environment(self) -> None:
@@ -128,8 +123,8 @@ class StrategyHooks(ParallelStrategy):
         self._own_callbacks.add(TrainingWatch(self.mesh, watch), EvaluationWatch(self.mesh, self._ranks.timeout, watch))
         self._own_callbacks.surround_averages(self._params)
         plugin, how = self.precision_plugin, (self.boundary, self._job.pipeline_schedule, self.micro_batch_size)
-        self._engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)
-        self._own_callbacks.add(self._engine.metric_watch())
+        self.engine = StepEngine(self.mesh, *how, self.root_device, plugin.mode.params, plugin.train_step_context)
+        self._own_callbacks.add(self.engine.metric_watch())
 
     def process_dataloader(self, dataloader: object) -> object:
         """Compare loaders, give ranks that read the same samples the same order, and shield workers from signals."""
@@ -372,32 +367,31 @@ class StrategyHooks(ParallelStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``validation_step`` on every micro-batch. The first step broadcasts buffers as hooks left them."""
-        with self._record.during(Kind.VALIDATION_STEP):
-            self._params.share_buffers(self._ranks.module.trainer)
-            return self._evaluate("validation_step", *args, **kwargs)
+        return self._evaluate(Kind.VALIDATION_STEP, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``test_step`` on every micro-batch."""
-        with self._record.during(Kind.TEST_STEP):
-            return self._evaluate("test_step", *args, **kwargs)
+        return self._evaluate(Kind.TEST_STEP, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """A user's ``predict_step`` on every micro-batch, outputs joined."""
-        with self._record.during(Kind.PREDICT_STEP):
-            return self._evaluate("predict_step", *args, **kwargs)
+        return self._evaluate(Kind.PREDICT_STEP, *args, **kwargs)
 
-    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        module = self._ranks.module
-        self._params.finish_gather()
-        batch, *rest = [*args, *kwargs.values()]
-        micro_batches = self.engine.split(batch, module.trainer, *rest[1:])
-        with self.precision_plugin.forward_context(), self._graphs.batch(name, batch, *rest):
-            if micro_batches is None:
-                output = getattr(module, name)(*args, **kwargs)
-                self.engine.mark_step()
-                return output
-            broadcast = name == "predict_step" and self._job.broadcast_predictions
-            return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
+    def _evaluate(self, kind: Kind, *args: Any, **kwargs: Any) -> Any:
+        module, name = self._ranks.module, kind.name.lower()
+        with self._record.during(kind):
+            if kind is Kind.VALIDATION_STEP:
+                self._params.share_buffers(module.trainer)
+            self._params.finish_gather()
+            batch, *rest = [*args, *kwargs.values()]
+            micro_batches = self.engine.split(batch, module.trainer, *rest[1:])
+            with self.precision_plugin.forward_context(), self._graphs.batch(name, batch, *rest):
+                if micro_batches is None:
+                    output = getattr(module, name)(*args, **kwargs)
+                    self.engine.mark_step()
+                    return output
+                broadcast = kind is Kind.PREDICT_STEP and self._job.broadcast_predictions
+                return self.engine.evaluate(module, name, micro_batches, tuple(rest), broadcast)
 
     def on_validation_end(self) -> None:
         """Raise the faults of batches on all ranks, and record that training waits for its next batch."""
