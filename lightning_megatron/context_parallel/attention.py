@@ -8,14 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.allgather import gathered_attention
 from lightning_megatron.context_parallel.ring import ring_attention
 from lightning_megatron.context_parallel.ulysses import ulysses_attention
-from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import IN_PARTS
 from lightning_megatron.ops.blockwise_attention import PARTS
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash.kernel_order import order_in_words
 from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
@@ -30,33 +29,17 @@ class ContextAttention(Protocol):
         q: ``[S/R, B, N, D]``, this rank's zigzag shard.
         k: ``[S/R, B, G, D]``.
         v: ``[S/R, B, G, V]``.
+        call: attention to the whole sequence: every rank has the whole key mask, and sinks of all heads.
         axis: context-parallel ranks.
         core: attention on one rank; for ``p2p`` a function of the same arguments that returns the kernels of parts,
             since not every kernel returns the log-sum-exp that merging needs.
-        causal: True if a token sees only the tokens before it and itself.
-        dropout: probability of dropping an attention weight.
-        key_mask: ``[B, S]``, True for keys that are seen, equal on all ranks; ``None`` for all.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-        documents: documents of the whole sequences; attention stays inside each. ``None`` for none.
 
     Returns:
         ``[S/R, B, N, V]``.
     """
 
     def __call__(  # noqa: D102
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        axis: Axis,
-        core: CoreAttention = ...,
-        *,
-        causal: bool = True,
-        dropout: float = 0.0,
-        key_mask: Tensor | None = None,
-        rule: ScoreRule = PLAIN,
-        sinks: Tensor | None = None,
-        documents: Documents | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, axis: Axis, core: CoreAttention = ...
     ) -> Tensor: ...
 
 

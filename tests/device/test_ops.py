@@ -27,6 +27,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.activation import gelu_tanh, swiglu
 from lightning_megatron.ops.adamw import adamw_reference, beyond_fused_adamw
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe, reference_kernels
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, op_table
@@ -77,7 +78,7 @@ def rotated(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attending(causal: bool) -> Callable[..., Callable[..., Tensor]]:
-    return lambda op: lambda q, k, v: op(q, k, v, causal=causal)
+    return lambda op: lambda q, k, v: op(q, k, v, AttentionCall(causal=causal))
 
 
 FULL, GROUPED, ONE = ([(S, B, N, D), (S, B, g, D), (S, B, g, D)] for g in (N, G, 1))
@@ -144,8 +145,8 @@ def test_attention_drops_weights_of_its_own() -> None:
     q, values = random(S, B, N, S), torch.eye(S).view(S, 1, 1, S).expand(S, B, N, S).contiguous()
     choice, calls = Ops("hpu").choose("attention"), 20
     given = [x.to("hpu") for x in (q, q, values)]
-    found = torch.stack([choice.run(*given, causal=True, dropout=0.2).cpu() for _ in range(calls)])
-    right = OPS["attention"].reference(q, q, values, causal=True).expand_as(found)
+    found = torch.stack([choice.run(*given, AttentionCall(causal=True, dropout=0.2)).cpu() for _ in range(calls)])
+    right = OPS["attention"].reference(q, q, values, AttentionCall(causal=True)).expand_as(found)
     is_seen = torch.ones(S, S).tril().bool().view(S, 1, 1, S).expand_as(found)
     is_kept = found != 0
     torch.testing.assert_close(found[is_kept], right[is_kept] / 0.8)
@@ -162,9 +163,9 @@ def test_attention_drops_weights_of_its_own() -> None:
 def test_what_the_kernel_cannot_do_is_done_by_torch_and_noted(queries: int, keys: int, head: int, reason: str) -> None:
     q, k = random(queries, B, N, head), random(keys, B, N, head, seed=1)
     choice = Ops("hpu").choose("attention")
-    more = {"causal": True, "first_query": keys - queries}
-    out = choice.run(q.to("hpu"), k.to("hpu"), k.to("hpu"), **more)
-    assert_same({"out": out.cpu()}, {"out": OPS["attention"].reference(q, k, k, **more)}, rtol=1e-5)
+    call = AttentionCall(causal=True, first_query=keys - queries)
+    out = choice.run(q.to("hpu"), k.to("hpu"), k.to("hpu"), call)
+    assert_same({"out": out.cpu()}, {"out": OPS["attention"].reference(q, k, k, call)}, rtol=1e-5)
     assert called("FusedSDPA") == 0
     ((noted, other),) = choice.fallbacks.items()
     assert reason in noted
@@ -173,10 +174,10 @@ def test_what_the_kernel_cannot_do_is_done_by_torch_and_noted(queries: int, keys
 
 def test_slopes_that_the_kernel_does_not_know_are_computed_block_by_block_and_noted_once() -> None:
     leaves = [random(S, B, N, D, seed=seed) for seed in range(3)]
-    choice, more = Ops("hpu").choose("attention"), {"causal": True, "rule": ScoreRule(slopes=alibi_slopes(N))}
+    choice, call = Ops("hpu").choose("attention"), AttentionCall(causal=True, rule=ScoreRule(slopes=alibi_slopes(N)))
     found = [x.to("hpu").requires_grad_() for x in leaves]
     right = [x.clone().requires_grad_() for x in leaves]
-    out, expected = choice.run(*found, **more), OPS["attention"].reference(*right, **more)
+    out, expected = choice.run(*found, call), OPS["attention"].reference(*right, call)
     out.sum().backward()
     expected.sum().backward()
     assert_same({"out": out.detach().cpu()}, {"out": expected.detach()}, rtol=1e-5)

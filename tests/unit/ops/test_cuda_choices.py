@@ -12,6 +12,7 @@ from lightning_megatron.device import adds_products
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import adamw_torch
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.grouped_linear import grouped_in_place, grouped_product
 from lightning_megatron.ops.norm import layer_norm, rms_norm_torch
 from lightning_megatron.ops.registry import SELECTABLE, Ops, choices_of
@@ -73,7 +74,7 @@ def test_attention_on_cuda_gives_torch_what_its_flash_kernel_takes(monkeypatch: 
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     q, k = torch.zeros(16, 2, 8, 64, dtype=torch.float16), torch.zeros(16, 2, 4, 64, dtype=torch.float16)
-    Ops("cuda").choose("attention").run(q, k, k, causal=True)
+    Ops("cuda").choose("attention").run(q, k, k, AttentionCall(causal=True))
     assert seen == [{"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "enable_gqa": True}]
 
 

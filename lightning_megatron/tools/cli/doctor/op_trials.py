@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.adamw import adamw_reference
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.fp8 import E4M3, E5M2, MULTIPLE, Fp8Kernels, largest_magnitude, scale_for
 from lightning_megatron.ops.implementation import REFERENCE, Function, OpChoice, Selection
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops
@@ -39,7 +40,7 @@ class _Case:
 
 
 def _attention(op: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = op(q, k, v, causal=True)
+    out: Tensor = op(q, k, v, AttentionCall(causal=True))
     return out
 
 

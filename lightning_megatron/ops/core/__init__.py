@@ -1,0 +1,1 @@
+"""What every implementation of an op is given."""
