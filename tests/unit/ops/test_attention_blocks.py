@@ -40,9 +40,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, first_query: int | None) -> Tensor:
     """The definition, with a softmax in fp64 too."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     scores = torch.einsum("sbnd,tbnd->bnst", q, k) * q.shape[-1] ** -0.5
-    ahead = torch.arange(k.shape[0]) > torch.arange(q.shape[0])[:, None] + (
-        len(k) if first_query is None else first_query
-    )
+    first = len(k) if first_query is None else first_query
+    ahead = torch.arange(k.shape[0]) > torch.arange(q.shape[0])[:, None] + first
     weights = scores.masked_fill(ahead, float("-inf")).softmax(-1)
     return torch.einsum("bnst,tbnd->sbnd", weights, v)
 
