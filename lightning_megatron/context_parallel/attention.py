@@ -50,7 +50,7 @@ CONTEXT_ATTENTION: Mapping[str, ContextAttention] = {
 }
 
 
-def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice:
+def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice[Any]:
     """Choice of the attention op of one rank, for context-parallel ranks that communicate by ``cp_comm_type``.
 
     Raises:

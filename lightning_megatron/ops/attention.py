@@ -208,18 +208,18 @@ def documents_by_length(core: Function, q: Tensor, k: Tensor, v: Tensor, call: A
 
 
 @torch.compiler.disable  # as attend_documents itself
-def _by_length(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+def _by_length(choice: OpChoice[Function], q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     choice.fallbacks.setdefault("packed documents", "a call for each length")
     with kernels_for(q.device.type, varied=True):
         return documents_by_length(choice.run, q, k, v, call)
 
 
-def _at_once(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+def _at_once(choice: OpChoice[Function], q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     choice.fallbacks.setdefault("packed documents", "varlen_attn")
     return varlen_documents(q, k, v, call)
 
 
-def document_attention(choice: OpChoice, device: str | None, mode: str) -> Function:
+def document_attention(choice: OpChoice[Function], device: str | None, mode: str) -> Function:
     """Attention inside of documents, by one kernel where the device has one for it, and by ``choice`` elsewhere."""
     by_length, at_once = partial(_by_length, choice), partial(_at_once, choice)
     if device != "cuda" or mode == "off" or lacks_varlen():

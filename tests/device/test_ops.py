@@ -230,14 +230,14 @@ def test_adamw_takes_the_steps_of_torchs() -> None:
         torch.manual_seed(0)
         model = nn.Linear(8, 8).to(device)
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
-        make_adamw, selection = Ops(device, modes).choose_adamw()
-        optimizer = make_adamw(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
+        choice = Ops(device, modes).choose("adamw")
+        optimizer = choice.run(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
         for seed in range(5):
             model.zero_grad()
             model(random(4, 8, seed=seed).to(device)).square().mean().backward()
             optimizer.step()
         steps[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    assert selection.implementation == "FusedAdamW"
+    assert choice.implementation == "FusedAdamW"
     assert called("FusedAdamW") == 2 * 5  # a call a group
     assert_same(steps["hpu"], steps["cpu"], rtol=2e-5)
 
@@ -270,7 +270,8 @@ def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(modes: str | di
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_fp8_products_of_the_operators_are_those_of_the_reference(kind: type[nn.Module]) -> None:
     found = {}
-    own, selection = LINEAR_FP8.select("hpu", "require")
+    selection = LINEAR_FP8.choose("hpu", "require")
+    own = selection.run
     assert own is not None
     assert own.arithmetic.mixes_formats == (torch.hpu.get_device_name() == "GAUDI3")
     for device, kernels in (("cpu", reference_kernels(own.arithmetic)), ("hpu", own)):
@@ -382,6 +383,6 @@ def test_a_run_in_fp8_learns_and_keeps_its_scales(tmp_path: Path) -> None:
 
 def test_weight_decay_that_bf16_would_lose_is_left_to_torch() -> None:
     assert "weight decay" in str(beyond_fused_adamw(torch.bfloat16, "hpu"))
-    make_adamw, selection = Ops("hpu").choose_adamw(beyond_fused_adamw(torch.bfloat16, "hpu"))
-    assert (make_adamw, selection.implementation) == (adamw_reference, REFERENCE)
+    choice = Ops("hpu").choose("adamw", beyond_fused_adamw(torch.bfloat16, "hpu"))
+    assert (choice.run, choice.implementation) == (adamw_reference, REFERENCE)
     assert beyond_fused_adamw(torch.float32, "hpu") is None

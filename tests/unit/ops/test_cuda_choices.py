@@ -32,7 +32,7 @@ CUDA = {
 
 def test_choices_on_cuda_are_those_of_the_table() -> None:
     ops = Ops("cuda")
-    found = {name: each.select("cuda", ops.mode(name))[1].implementation for name, each in SELECTABLE.items()}
+    found = {name: each.choose("cuda", ops.mode(name)).implementation for name, each in SELECTABLE.items()}
     assert found == CUDA
 
 
@@ -42,7 +42,7 @@ def test_functions_on_cuda_are_torchs_kernels() -> None:
     assert ops.choose("rms_norm").run is rms_norm_torch
     assert ops.choose("layer_norm").run is layer_norm
     assert ops.choose("rope").run is rope_torch
-    assert ops.choose_adamw()[0] is adamw_torch
+    assert ops.choose("adamw").run is adamw_torch
     for name in ("attention", "rms_norm", "layer_norm", "adamw"):
         assert Ops("cuda", {name: "require"}).problems() == []
     for name in ("rope", "mixture_of_experts", "linear_fp8"):

@@ -128,13 +128,13 @@ def test_every_op_is_a_function_of_tensors_and_the_optimizer_is_chosen_beside_th
     for name, op in OPS.items():
         assert str(inspect.signature(op.reference).return_annotation) in ("Tensor", "tuple[Tensor, Tensor]"), name
     assert set(SELECTABLE) - set(OPS) == {"adamw", "linear_fp8"}
-    make_adamw, selection = Ops("cpu").choose_adamw()
-    assert (make_adamw, selection.implementation) == (adamw_torch, "torch's fused AdamW")
+    choice = Ops("cpu").choose("adamw")
+    assert (choice.run, choice.implementation) == (adamw_torch, "torch's fused AdamW")
     for ops in (Ops(), Ops("cpu", "adamw=off")):
-        make_adamw, selection = ops.choose_adamw()
-        assert (make_adamw, selection.implementation) == (adamw_reference, "reference")
+        choice = ops.choose("adamw")
+        assert (choice.run, choice.implementation) == (adamw_reference, "reference")
     with pytest.raises(ConfigError, match=r"adamw=require.*of this module"):
-        Ops("cpu", "adamw=require").choose_adamw("of this module")
+        Ops("cpu", "adamw=require").choose("adamw", "of this module")
 
 
 def gradients(ops: Ops, config: TransformerConfig = TINY) -> dict[str, Tensor]:
