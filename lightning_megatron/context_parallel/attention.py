@@ -12,11 +12,11 @@ from lightning_megatron.context_parallel.allgather import gathered_attention
 from lightning_megatron.context_parallel.ring import ring_attention
 from lightning_megatron.context_parallel.ulysses import ulysses_attention
 from lightning_megatron.mesh import Axis
-from lightning_megatron.ops.attention import IN_PARTS
-from lightning_megatron.ops.blockwise_attention import PARTS
+from lightning_megatron.ops.attention import IN_PARTS, attention_in_parts
+from lightning_megatron.ops.blockwise_attention import PARTS, kernels_of_parts
 from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash.kernel_order import order_in_words
-from lightning_megatron.ops.implementation import OpChoice
+from lightning_megatron.ops.implementation import Op, OpChoice
 from lightning_megatron.ops.registry import Ops
 
 CoreAttention = Callable[..., Any]
@@ -59,11 +59,12 @@ def core_attention(ops: Ops, axis: Axis, cp_comm_type: str) -> OpChoice[Any]:
     if axis.size == 1 or cp_comm_type == "a2a":
         choice, order = ops.choose("attention"), order_in_words(ops.device)
         return replace(choice, why=f"{choice.why}: {order}") if order else choice
-    op = PARTS if cp_comm_type == "p2p" else IN_PARTS
+    op: Op[Any] = PARTS if cp_comm_type == "p2p" else IN_PARTS
     if ops.device is None or ops.device in (each.device for each in op.implementations):
         choice = ops.choose(op)
     else:
         reason = f"cp_comm_type={cp_comm_type}: partial results are merged by their log-sum-exp"
-        choice = ops.custom("attention", "block by block", reason, op.run)
+        run = kernels_of_parts if op is PARTS else attention_in_parts
+        choice = ops.custom("attention", "block by block", reason, run)
     # A ring saves only its inputs and output. An all-gather saves all keys, which recomputation would gather again.
     return replace(choice, candidates=((None, True),) if op is PARTS else ())

@@ -353,6 +353,6 @@ def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> 
     return out
 
 
-_ANYWHERE = Op("attention", (BLOCKWISE, _TORCH), run=attention_in_parts, reference=attention_reference)
+_ANYWHERE: Op[Function] = Op("attention", (BLOCKWISE, _TORCH), run=attention_in_parts, reference=attention_reference)
 IN_PARTS = replace(_ANYWHERE, implementations=(WITH_SUM, BLOCKWISE, _TORCH), reference=_ANYWHERE.choose("").run)
 """Attention of context-parallel ranks that gather all keys."""
