@@ -111,14 +111,14 @@ class Fallback:
 
 @dataclass(frozen=True, eq=False)
 class Op(Generic[T]):
-    """A named set of implementations, from which users select by mode; of a function of tensors, or of another thing.
+    """A named set of implementations, from which users select by mode.
 
     Attributes:
         name: name in the user's ``ops=``.
         implementations: all implementations, the best first.
-        reference: a function in plain torch that defines the result of every implementation, or what takes its place.
-        run: function of tensors that computes it by the best implementation for the device of its first argument;
-            ``None`` for what is no function of tensors.
+        reference: implementation in plain torch, which defines the result of every other one.
+        run: function of tensors that computes the op by the best implementation for the device of its first argument;
+            ``None`` if the implementations are no functions of tensors.
         default: mode if the user gives none.
     """
 

@@ -1,1 +1,1 @@
-"""What every implementation of an op is given."""
+"""Arguments that all implementations of an op take."""

@@ -1,4 +1,4 @@
-"""What a call of attention computes."""
+"""Description of a call of attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.documents import Documents
 
 
 class AttentionCall(NamedTuple):
-    """What attention computes from queries ``[S, B, N, D]``, keys ``[T, B, G, D]`` and values ``[T, B, G, V]``.
+    """A call of attention, without its queries ``[S, B, N, D]``, keys ``[T, B, G, D]`` and values ``[T, B, G, V]``.
 
     It is a tuple, so that ``torch.compile``, recomputation and rehearsals find the tensors in it. Give its fields by
     name.
