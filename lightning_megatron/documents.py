@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,39 +183,36 @@ def attend_documents(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     documents: Documents,
-    causal: bool = True,
     first_query: int = 0,
-    **how: Any,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention inside of each document, by an implementation of the op ``attention``.
+    """Causal attention inside of each document.
 
     Args:
-        core: attention of whole sequences.
+        core: causal attention of whole sequences, a function of queries, keys, values and the position of the first
+            query among the keys.
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
         v: ``[T, B, G, V]``.
         documents: documents of the batch; tokens after the end of their sequences are padding.
-        causal: must be True.
         first_query: position of the first query among the keys.
-        **how: further arguments of ``core``, which do not depend on the sequence.
+        sinks: sinks that ``core`` adds, ``[N]``; they get a gradient also if there are no documents.
 
     Returns:
         ``[S, B, N, V]``, 0 for padding.
     """
-    assert causal
     length, batch = q.shape[:2]
     plan = _plan(documents, range(first_query, first_query + length), len(k), q.device)
     if not plan.calls:
-        return _nothing(q, k, v, how.get("sinks"))
+        return _nothing(q, k, v, sinks)
     parts = plan.gather(q, k, v)
     q_sizes, k_sizes = ([shape[side] * count for shape, count in plan.calls] for side in (0, 1))
     of_calls = (part.split(sizes) for part, sizes in zip(parts, (q_sizes, k_sizes, k_sizes), strict=True))
     outs = []
     for ((_, _, first), count), *rows in zip(plan.calls, *of_calls, strict=True):
         beside = (x.unflatten(0, (-1, count)) for x in rows)  # [L, documents, heads, D]
-        outs.append(core(*beside, causal=True, first_query=first, **how).flatten(0, 1))
+        outs.append(core(*beside, first).flatten(0, 1))
     return plan.scatter(torch.cat(outs), length, batch)
 
 
@@ -224,9 +221,7 @@ def attend_at_once(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     documents: Documents,
-    causal: bool = True,
     first_query: int = 0,
 ) -> Tensor:
     """:func:`attend_documents` by one call of a kernel that takes the bounds of all documents.
@@ -239,10 +234,8 @@ def attend_at_once(
         k: ``[T, B, G, D]``.
         v: ``[T, B, G, V]``.
         documents: documents of the batch.
-        causal: must be True.
         first_query: position of the first query among the keys.
     """
-    assert causal
     length, batch = q.shape[:2]
     plan = _plan(documents, range(first_query, first_query + length), len(k), q.device, together=False)
     if not plan.calls:

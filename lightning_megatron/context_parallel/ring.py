@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.p2p import Rotation, start_rotation
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import chunks_of, shard_of
 from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
@@ -32,21 +31,16 @@ from lightning_megatron.ops.blockwise_attention import (
     row_dot,
     sinks_gradient,
 )
+from lightning_megatron.ops.core.attention_call import AttentionCall
 
 
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    call: AttentionCall,
     axis: Axis,
     core: Callable[..., PartialKernels] = kernels_of_parts,
-    *,
-    causal: bool = True,
-    dropout: float = 0.0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-    documents: Documents | None = None,
 ) -> Tensor:
     """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
@@ -55,10 +49,9 @@ def ring_attention(
     Raises:
         ValueError: for dropout, since merging needs the sum of exponentials before weights are dropped.
     """
-    if dropout:
+    if call.dropout:
         raise ValueError("attention on a ring cannot drop weights: use cp_comm_type='a2a' or 'all_gather'")
-    kernels = core(q, k, v, causal=causal, rule=rule, key_mask=key_mask)
-    out: Tensor = _Ring.apply(kernels, q, k, v, sinks, axis, causal, rule, key_mask, documents)
+    out: Tensor = _Ring.apply(core(q, k, v, call), q, k, v, call.sinks, axis, call._replace(sinks=None))
     return out
 
 
@@ -122,26 +115,20 @@ def _moved(part: slice, by: int) -> slice:
 
 
 def _calls(
-    axis: Axis,
-    source: int,
-    length: int,
-    causal: bool,
-    rule: ScoreRule,
-    key_mask: Tensor | None,
-    documents: Documents | None,
-) -> Iterator[tuple[_Place, _Place, dict[str, Any]]]:
-    """Attention calls of this rank for the keys of ``source``: places of queries and keys, and further arguments."""
-    if documents is not None:
-        calls = seen_in_documents(axis, source, length, documents)
-    elif rule.by_distance and causal:
-        calls = seen_chunks(axis, source, length, rule.window)
+    axis: Axis, source: int, length: int, whole: AttentionCall
+) -> Iterator[tuple[_Place, _Place, AttentionCall]]:
+    """Attention calls of this rank for the keys of ``source``, with the places of queries and keys."""
+    if whole.documents is not None:
+        parts = seen_in_documents(axis, source, length, whole.documents)
+    elif whole.rule.by_distance and whole.causal:
+        parts = seen_chunks(axis, source, length, whole.rule.window)
     else:
-        calls = iter([seen_at(axis.rank, source, length, causal)])
-    mask = None if key_mask is None else shard_of(key_mask, source, axis.size, 1)
-    for queries, keys, masked, first_query, samples in calls:
-        own_mask = None if mask is None else mask[samples, keys]
-        how = {"causal": masked, "first_query": first_query, "rule": rule, "key_mask": own_mask}
-        yield (queries, samples), (keys, samples), how
+        parts = iter([seen_at(axis.rank, source, length, whole.causal)])
+    mask = None if whole.key_mask is None else shard_of(whole.key_mask, source, axis.size, 1)
+    for queries, keys, causal, first_query, samples in parts:
+        key_mask = None if mask is None else mask[samples, keys]
+        call = AttentionCall(causal=causal, first_query=first_query, rule=whole.rule, key_mask=key_mask)
+        yield (queries, samples), (keys, samples), call
 
 
 def _keys_of_all(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -165,21 +152,17 @@ class _Ring(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         axis: Axis,
-        causal: bool,
-        rule: ScoreRule,
-        key_mask: Tensor | None,
-        documents: Documents | None,
+        whole: AttentionCall,
     ) -> Tensor:
         total = PartialAttention.nothing(q, v.shape[-1])
         for source, keys, values in _keys_of_all(k, v, axis):
-            for rows, seen, how in _calls(axis, source, q.shape[0], causal, rule, key_mask, documents):
-                part = kernels.forward(q[rows], keys[seen], values[seen], **how)
+            for rows, seen, call in _calls(axis, source, q.shape[0], whole):
+                part = kernels.forward(q[rows], keys[seen], values[seen], call)
                 merge_partials_(PartialAttention(total.out[rows], total.lse[rows]), part)
         add_sinks_(total, sinks)
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, total.lse)
-        ctx.kernels, ctx.axis, ctx.causal = kernels, axis, causal
-        ctx.rule, ctx.key_mask, ctx.documents = rule, key_mask, documents
+        ctx.kernels, ctx.axis, ctx.whole = kernels, axis, whole
         return out
 
     @staticmethod
@@ -197,8 +180,7 @@ class _Ring(torch.autograd.Function):
         travelling: Rotation | None = None
         for source, keys, values in _keys_of_all(k, v, axis):
             parts = []
-            calls = _calls(axis, source, q.shape[0], ctx.causal, ctx.rule, ctx.key_mask, ctx.documents)
-            for rows, seen, how in calls:
+            for rows, seen, call in _calls(axis, source, q.shape[0], ctx.whole):
                 given = (
                     grad[rows],
                     q[rows],
@@ -206,8 +188,9 @@ class _Ring(torch.autograd.Function):
                     values[seen],
                     PartialAttention(out[rows], lse[rows]),
                     delta[rows],
+                    call,
                 )
-                dq_part, *d_keys = ctx.kernels.backward(*given, **how)
+                dq_part, *d_keys = ctx.kernels.backward(*given)
                 dq[rows].add_(dq_part)
                 parts.append((seen, d_keys))
             others = own if source == axis.rank else torch.zeros_like(own) if travelling is None else travelling.wait()
@@ -220,4 +203,4 @@ class _Ring(torch.autograd.Function):
             own += travelling.wait()
         dk, dv = own.split(sizes, dim=-1)
         grads = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(sinks, lse, delta)
-        return None, *grads, None, None, None, None, None
+        return None, *grads, None, None

@@ -8,32 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_to_all
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.context_parallel.zigzag import by_rank, in_order
-from lightning_megatron.documents import Documents
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.attention import attention
+from lightning_megatron.ops.core.attention_call import AttentionCall
 
 
 def ulysses_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    call: AttentionCall,
     axis: Axis,
     core: Callable[..., Tensor] = attention,
-    *,
-    causal: bool = True,
-    dropout: float = 0.0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-    documents: Documents | None = None,
 ) -> Tensor:
     """Attention to the whole sequence, with the arguments of :class:`~.attention.ContextAttention`.
 
@@ -49,11 +41,7 @@ def ulysses_attention(
     whole = in_order(all_to_all(packed, axis), axis.size)  # [S, B, features of all heads]
     own_parts = whole.split([shape.numel() for shape in shapes], dim=2)
     own_heads = (part.unflatten(2, shape) for part, shape in zip(own_parts, shapes, strict=True))
-    own = None if sinks is None else sinks.unflatten(0, (axis.size, -1))[axis.rank]
-    rule = rule.of_heads(axis.rank, axis.size)
-    # Some kernels do not accept a key mask; what is given with documents is ``ops.attention.document_attention``.
-    given = {"key_mask": key_mask, "documents": documents}
-    masked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    out = core(*own_heads, causal=causal, dropout=dropout, rule=rule, sinks=own, **masked)
+    sinks = None if call.sinks is None else call.sinks.unflatten(0, (axis.size, -1))[axis.rank]
+    out = core(*own_heads, call._replace(rule=call.rule.of_heads(axis.rank, axis.size), sinks=sinks))
     back = all_to_all(by_rank(out, axis.size), axis)
     return back.unflatten(0, (axis.size, -1)).movedim(0, 2).flatten(2, 3)

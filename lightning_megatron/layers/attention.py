@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lightning_megatron.layers.norm import RMSNorm, model_norm
 from lightning_megatron.layers.parts import Mixer
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.attention import document_attention
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.recompute import run_part
@@ -131,10 +132,20 @@ class HeadAttention(Mixer):
             bias: ``[1 or B, N/tp, S, T]``, added to the scores; ``None`` for none.
             documents: documents; attention stays inside each. ``None`` for whole sequences.
         """
-        repeats = self.recompute.wraps("core_attn") and self._kernel_recomputes(q, k, v, first_query, key_mask, bias)
-        plan = NO_RECOMPUTE if repeats else self.recompute
-        inputs = q, k, v, first_query, key_mask, bias, documents
-        out: Tensor = run_part(plan, "core_attn", self._core, *inputs, rng=self.rng, is_pure=self.is_pure("core_attn"))
+        call = AttentionCall(
+            causal=self.causal,
+            dropout=self.dropout if self.training else 0.0,
+            first_query=first_query,
+            key_mask=key_mask,
+            rule=self.rule,
+            sinks=self.sinks,
+            bias=bias,
+            documents=documents,
+        )
+        # Recomputation around a kernel that itself recomputes its weights would save nothing.
+        repeats = self.recompute.wraps("core_attn") and self.attention.recomputes(q, k, v, call)
+        plan, is_pure = NO_RECOMPUTE if repeats else self.recompute, self.is_pure("core_attn")
+        out: Tensor = run_part(plan, "core_attn", self._core, q, k, v, call, rng=self.rng, is_pure=is_pure)
         return out
 
     def new_cache(self) -> KVCache:
@@ -145,35 +156,12 @@ class HeadAttention(Mixer):
         """True if ``"core_attn"`` or the whole ``"attention"`` draws no random numbers and communicates nothing."""
         return not self._communicates[module] and not (self.dropout and self.training)
 
-    def _kernel_recomputes(
-        self, q: Tensor, k: Tensor, v: Tensor, first_query: int, key_mask: Tensor | None, bias: Tensor | None
-    ) -> bool:
-        """True if the kernel itself recomputes its weights, so that recomputation around it would save nothing."""
-        how: dict[str, Any] = {"causal": self.causal, "dropout": self.dropout, "rule": self.rule, "key_mask": key_mask}
-        return self.attention.recomputes(q, k, v, first_query=first_query, bias=bias, **how)
-
-    def _core(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        first_query: int,
-        key_mask: Tensor | None,
-        bias: Tensor | None,
-        documents: Documents | None,
-    ) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        core = self.attention.run if documents is None else self.documents
-        with self.rng.tensor_parallel() if dropout else nullcontext():
-            how: dict[str, Any] = {"causal": self.causal, "dropout": dropout, "rule": self.rule, "sinks": self.sinks}
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        core = self.attention.run if call.documents is None else self.documents
+        with self.rng.tensor_parallel() if call.dropout else nullcontext():
             if self.context.size > 1:
-                return self.share_context(q, k, v, self.context, core, key_mask=key_mask, documents=documents, **how)
-            if documents is not None:
-                inside: Tensor = core(q, k, v, documents=documents, **how)
-                return inside
-            # Some implementations do not accept a key mask, and most no bias.
-            how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
-            out: Tensor = core(q, k, v, first_query=first_query, **how)
+                return self.share_context(q, k, v, call, self.context, core)
+            out: Tensor = core(q, k, v, call)
             return out
 
 

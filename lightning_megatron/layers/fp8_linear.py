@@ -6,7 +6,8 @@ Collectives, sequence parallelism and the order of gradients stay with the layer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from lightning_megatron.ops.fp8 import (
     DTYPES,
     E4M3,
     E5M2,
+    LINEAR_FP8,
     LINEARS,
     MULTIPLE,
     Fp8Kernels,
@@ -26,7 +28,7 @@ from lightning_megatron.ops.fp8 import (
     largest_magnitude,
     scale_for,
 )
-from lightning_megatron.ops.implementation import REFERENCE, Selection
+from lightning_megatron.ops.implementation import REFERENCE, OpChoice
 from lightning_megatron.ops.matmul import PLAIN_GEMMS, HasGemms
 from lightning_megatron.ops.registry import Ops
 
@@ -91,13 +93,13 @@ class Fp8Gemms(nn.Module):
         self,
         kernels: Fp8Kernels,
         recipe: Fp8Recipe,
-        selection: Selection,
+        choice: OpChoice[Any],
         device: torch.device | str | None = None,
         multiple: int = MULTIPLE,
     ) -> None:
         super().__init__()
         self.kernels, self.recipe, self._multiple = kernels, recipe, multiple
-        self._noted = selection.fallbacks
+        self._noted = choice.fallbacks
         self._backward_format = kernels.backward_format
         formats = (E4M3, E4M3, E5M2, self._backward_format, self._backward_format)
         self.largest = tuple(kernels.largest(dtype) for dtype in formats)
@@ -342,24 +344,25 @@ def use_fp8(blocks: Mapping[int, nn.Module], num_layers: int, ops: Ops, mesh: Pa
     """
     if ops.mode("linear_fp8") == "off":
         return None
-    kernels, selection = ops.choose_fp8()
+    choice = ops.choose(LINEAR_FP8)
+    kernels: Fp8Kernels | None = choice.run
     found = []
     for number, block in blocks.items():
         for name, linear, multiple in block_linears(block):
-            excuse = selection.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
+            excuse = choice.why if kernels is None else ops.fp8.excuse(name, number, num_layers) or _odd(linear)
             if kernels is None or excuse is not None:
-                use_gemms(linear, PLAIN_GEMMS, Selection("linear_fp8", REFERENCE, str(excuse)))
+                use_gemms(linear, PLAIN_GEMMS, OpChoice("linear_fp8", REFERENCE, str(excuse), None))
             else:
-                multiply_in_fp8(linear, kernels, ops.fp8, selection, multiple)
+                multiply_in_fp8(linear, kernels, ops.fp8, choice, multiple)
                 found.append(linear)
     return Fp8Steps(found, mesh) if found else None
 
 
 def multiply_in_fp8(
-    linear: HasGemms, kernels: Fp8Kernels, recipe: Fp8Recipe, selection: Selection, multiple: int = MULTIPLE
+    linear: HasGemms, kernels: Fp8Kernels, recipe: Fp8Recipe, choice: OpChoice[Any], multiple: int = MULTIPLE
 ) -> Fp8Gemms:
     """Switch one layer to fp8; the caller passes the result to :class:`Fp8Steps`."""
-    own = Selection(selection.op, selection.implementation, selection.why)
+    own = replace(choice, fallbacks={})
     gemms = Fp8Gemms(kernels, recipe, own, linear.weight.device, multiple)
     use_gemms(linear, gemms, own)
     return gemms

@@ -38,7 +38,7 @@ from lightning_megatron.errors import Problem, divisors, multiples_around, neare
 from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.accumulate import add_product_
-from lightning_megatron.ops.implementation import Selection
+from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.matmul import PLAIN_GEMMS, HasGemms, LinearGemms, linear
 from lightning_megatron.params import ParamSpec
 from lightning_megatron.weight_grad_store import WeightGradStore
@@ -132,7 +132,7 @@ class _TensorParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel = sequence_parallel and self.axis.size > 1
         self.products: LinearGemms = PLAIN_GEMMS
-        self.product_choice: Selection | None = None
+        self.product_choice: OpChoice[Any] | None = None
         self.lora: nn.Module | None = None
 
     def _adapted(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
@@ -171,9 +171,9 @@ class _TensorParallelLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, tp={self.axis.size}"
 
 
-def use_gemms(layer: HasGemms, gemms: LinearGemms, selection: Selection) -> None:
-    """Compute the products of a layer with ``gemms``, for the reason in ``selection``."""
-    layer.products, layer.product_choice = gemms, selection
+def use_gemms(layer: HasGemms, gemms: LinearGemms, choice: OpChoice[Any]) -> None:
+    """Compute the products of a layer with ``gemms``, for the reason in ``choice``."""
+    layer.products, layer.product_choice = gemms, choice
 
 
 def _split(argument: str, features: int, axis: Axis, blocks: int = 1) -> int:

@@ -18,7 +18,7 @@ from lightning_megatron.layers.init import normal_
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.ops.activation import activation_of
 from lightning_megatron.ops.grouped_linear import FindSum, add_group_bias, batched_linear
-from lightning_megatron.ops.implementation import Selection
+from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.matmul import PLAIN_GEMMS, LinearGemms
 from lightning_megatron.ops.mixture_of_experts import ExpertBiases, visit_experts
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
@@ -55,13 +55,13 @@ class ExpertLinear:
             self._experts.products[self._name] = gemms
 
     @property
-    def product_choice(self) -> Selection | None:
+    def product_choice(self) -> OpChoice[Any] | None:
         """Choice of the products, for the op report."""
-        choice: Selection | None = getattr(self._experts, f"{self._name}_choice", None)
+        choice: OpChoice[Any] | None = getattr(self._experts, f"{self._name}_choice", None)
         return choice
 
     @product_choice.setter
-    def product_choice(self, choice: Selection) -> None:
+    def product_choice(self, choice: OpChoice[Any]) -> None:
         setattr(self._experts, f"{self._name}_choice", choice)
 
 

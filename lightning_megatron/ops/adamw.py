@@ -9,7 +9,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from lightning_megatron.device.hpu_bridge import bridge, requires
-from lightning_megatron.ops.implementation import Implementation, Selectable
+from lightning_megatron.ops.implementation import Implementation, Op
 
 Groups = Iterable[Any]
 MakeAdamW = Callable[..., Optimizer]
@@ -61,7 +61,7 @@ def is_fused_adamw(optimizer: object) -> bool:
 
 _INTELS = ("habana_frameworks", "FusedAdamW")
 _FUSED_ADAMW = "hpex.optimizers", "FusedAdamW"
-ADAMW: Selectable[MakeAdamW] = Selectable(
+ADAMW: Op[MakeAdamW] = Op(
     "adamw",
     (
         Implementation("torch's fused AdamW", "cpu", lambda: adamw_torch),
@@ -71,5 +71,6 @@ ADAMW: Selectable[MakeAdamW] = Selectable(
         # rounds to 1.
         Implementation("FusedAdamW", "hpu", lambda: bridge(*_FUSED_ADAMW), requires(*_FUSED_ADAMW)),
     ),
+    reference=adamw_reference,
 )
-"""Constructors by device. It is not an ``Op``, which is a function of tensors: an optimizer has state."""
+"""Constructors by device. They are no functions of tensors: an optimizer has state."""

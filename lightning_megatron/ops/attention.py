@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.device.hpu_bridge import bridge, requires
 from lightning_megatron.documents import attend_documents
 from lightning_megatron.ops.blockwise_attention import BLOCKWISE, WITH_SUM
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks, takes
 from lightning_megatron.ops.dropout import dropout as drop
 from lightning_megatron.ops.flash.kernel_order import kernels_for
@@ -23,98 +23,56 @@ from lightning_megatron.ops.implementation import Fallback, Function, Implementa
 from lightning_megatron.ops.matmul import upcasts
 
 
-def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Attention in plain torch, softmax in fp32: the definition of :func:`attention`."""
+    rule = call.rule
     repeats = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
     scores = torch.einsum("sbnd,tbnd->bnst", q, k).float() * rule.factor(q.shape[-1])
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    queries = torch.arange(q.shape[0], device=q.device)[:, None] + first_query
+    queries = torch.arange(q.shape[0], device=q.device)[:, None] + call.first_query
     keys = torch.arange(k.shape[0], device=q.device)[None, :]
-    if bias is not None:
-        scores = scores + bias
+    if call.bias is not None:
+        scores = scores + call.bias
     if rule.slopes:
         scores = scores + scores.new_tensor(rule.slopes)[:, None, None] * (keys - queries)
-    if causal:
+    if call.causal:
         scores = scores.masked_fill(keys > queries, float("-inf"))
     if rule.window:
         scores = scores.masked_fill(keys <= queries - rule.window, float("-inf"))
-    if key_mask is not None:
-        scores = _hide(scores, key_mask)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
-    weights = F.dropout(scores.softmax(-1)[..., : len(k)], dropout)
+    if call.key_mask is not None:
+        scores = _hide(scores, call.key_mask)
+    if call.sinks is not None:
+        scores = torch.cat((scores, call.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = F.dropout(scores.softmax(-1)[..., : len(k)], call.dropout)
     return torch.einsum("bnst,tbnd->sbnd", weights.to(v.dtype), v)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Scaled dot-product attention with grouped key/value heads (https://arxiv.org/abs/2305.13245).
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``, ``N`` a multiple of ``G``; head ``n`` of ``q`` reads head ``n // (N / G)``.
         v: ``[T, B, G, V]``, ``V`` any number of features.
-        causal: True if position ``i`` sees only positions up to ``i``.
-        dropout: probability of dropping an attention weight.
-        first_query: position of the first query among the keys (decoding with a cache).
-        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all. If a query sees none, all weigh the same.
-        sinks: ``[N]``, score of each head's attention sink, for a rule that has sinks.
-        bias: ``[1 or B, N, S, T]``, added to the scores once they are scaled and capped; ``None`` for none.
+        call: the computation, for whole sequences.
 
     Returns:
         ``[S, B, N, V]``.
     """
-    choice = ATTENTION.on(q.device.type)
-    how: dict[str, Any] = {"causal": causal, "dropout": dropout, "first_query": first_query}
-    how.update(rule=rule, sinks=sinks)
-    # Some implementations do not accept a key mask, and most no bias.
-    how.update({name: value for name, value in (("key_mask", key_mask), ("bias", bias)) if value is not None})
-    out: Tensor = choice(q, k, v, **how)
+    out: Tensor = ATTENTION.on(q.device.type)(q, k, v, call)
     return out
 
 
-def attention_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
-) -> Tensor:
+def attention_torch(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """:func:`attention` by torch's choice of kernel."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    mask = None
-    if causal and first_query and q.shape[2] > 1:
+    mask, dropout, key_mask = None, call.dropout, call.key_mask
+    if call.causal and call.first_query and q.shape[2] > 1:
         # torch's causal flag aligns the first query with the first key; later queries need a mask.
-        mask = _past(q, k, first_query)
-    plain_causal = causal and first_query == 0 and q.shape[2] > 1
+        mask = _past(q, k, call.first_query)
+    plain_causal = call.causal and call.first_query == 0 and q.shape[2] > 1
     if dropout and q.device.type == "cpu":
         return _op_by_op(q, k, v, _past(q, k) if plain_causal else mask, dropout, key_mask).permute(2, 0, 1, 3)
     if key_mask is not None:
@@ -204,72 +162,64 @@ def _op_by_op(
     return out.unflatten(2, (-1, queries)).flatten(1, 2)
 
 
-def attention_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
-) -> Tensor:
+def attention_cpu(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """:func:`attention` in blocks of queries for short sequences, and by torch's kernel for all others."""
-    if key_mask is None and takes(q, k, v, dropout):
-        if torch.compiler.is_compiling():
-            from lightning_megatron.ops.cpu import graph_operators
+    if call.key_mask is not None or not takes(q, k, v, call.dropout):
+        return attention_torch(q, k, v, call)
+    first_query = call.first_query if call.causal else None
+    if torch.compiler.is_compiling():
+        from lightning_megatron.ops.cpu import graph_operators
 
-            out: Tensor = graph_operators.attention_blocks(q, k, v, first_query if causal else None)
-            return out
-        return attention_blocks(q, k, v, causal=causal, first_query=first_query)
-    return attention_torch(q, k, v, causal=causal, dropout=dropout, first_query=first_query, key_mask=key_mask)
+        out: Tensor = graph_operators.attention_blocks(q, k, v, first_query)
+        return out
+    return attention_blocks(q, k, v, first_query)
 
 
-def attention_with_bias(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attention_with_bias(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """:func:`attention` by torch's choice of kernel, for scores with another scale or a bias."""
     dtype = q.dtype
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if upcasts(q, k.mT):  # bf16 on a processor without arithmetic for it
         q, k, v = q.float(), k.float(), v.float()
-    added = None if bias is None else bias.to(q.dtype)
-    seen = _past(q, k, first_query) if causal else None
-    if key_mask is not None:
-        keys = key_mask[:, None, None, :]
+    added = None if call.bias is None else call.bias.to(q.dtype)
+    seen = _past(q, k, call.first_query) if call.causal else None
+    if call.key_mask is not None:
+        keys = call.key_mask[:, None, None, :]
         seen = keys if seen is None else keys & seen
     if seen is not None:
         lowest = torch.finfo(q.dtype).min
         added = _added(seen, q.dtype) if added is None else added.masked_fill(~seen, lowest)
-    how: dict[str, Any] = {"attn_mask": added, "dropout_p": dropout, "scale": rule.factor(q.shape[-1])}
+    how: dict[str, Any] = {"attn_mask": added, "dropout_p": call.dropout, "scale": call.rule.factor(q.shape[-1])}
     with kernels_for(q.device.type, masked=added is not None):
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **how)
     return out.permute(2, 0, 1, 3).to(dtype)
 
 
+def documents_by_length(core: Function, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Causal attention inside of each document, by one call of ``core`` for all documents of a length."""
+    assert call.causal
+    assert call.documents is not None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> Tensor:
+        out: Tensor = core(q, k, v, call._replace(first_query=first_query, documents=None))
+        return out
+
+    return attend_documents(attend, q, k, v, call.documents, call.first_query, call.sinks)
+
+
 @torch.compiler.disable  # as attend_documents itself
-def _by_length(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def _by_length(choice: OpChoice[Function], q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     choice.fallbacks.setdefault("packed documents", "a call for each length")
     with kernels_for(q.device.type, varied=True):
-        return attend_documents(choice.run, q, k, v, **how)
+        return documents_by_length(choice.run, q, k, v, call)
 
 
-def _at_once(choice: OpChoice, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def _at_once(choice: OpChoice[Function], q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     choice.fallbacks.setdefault("packed documents", "varlen_attn")
-    return varlen_documents(q, k, v, **how)
+    return varlen_documents(q, k, v, call)
 
 
-def document_attention(choice: OpChoice, device: str | None, mode: str) -> Function:
+def document_attention(choice: OpChoice[Function], device: str | None, mode: str) -> Function:
     """Attention inside of documents, by one kernel where the device has one for it, and by ``choice`` elsewhere."""
     by_length, at_once = partial(_by_length, choice), partial(_at_once, choice)
     if device != "cuda" or mode == "off" or lacks_varlen():
@@ -287,11 +237,8 @@ def attention_hpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    call: AttentionCall,
     *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
     recompute: bool = True,
     softmax_mode: str = "None",
 ) -> Tensor:
@@ -303,10 +250,7 @@ def attention_hpu(
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
         v: ``[T, B, G, D]``.
-        causal: True if position ``i`` sees only positions up to ``i``.
-        dropout: probability of dropping an attention weight.
-        first_query: position of the first query among the keys; must be 0.
-        key_mask: mask of keys; must be ``None``.
+        call: causal or not, with dropout or not, and no more.
         recompute: True to save each query's maximum and sum for backward instead of its weights
             (https://arxiv.org/abs/2205.14135).
         softmax_mode: ``"None"``, or ``"fast"``, which is less exact.
@@ -314,81 +258,45 @@ def attention_hpu(
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if k.shape[1] == 1:  # the kernel supports grouped heads, but not a single key head
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    out: Tensor = kernel.apply(q, k, v, None, dropout, causal, None, softmax_mode, recompute)
+    out: Tensor = kernel.apply(q, k, v, None, call.dropout, call.causal, None, softmax_mode, recompute)
     return out.permute(2, 0, 1, 3)
 
 
-def _beyond_plain(
-    q: Tensor, k: Tensor, v: Tensor, *, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
-) -> str | None:
-    if bias is not None:
-        return _BIAS
-    return None if rule.is_plain(len(k)) else str(rule)
+def _beyond_plain(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    if call.bias is not None:
+        return "a bias of the scores"
+    return None if call.rule.is_plain(len(k)) else str(call.rule)
 
 
-def _beyond_flags(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0, **how: Any) -> str | None:
-    if causal and first_query and len(q) > 1:
+def _beyond_flags(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    if call.causal and call.first_query and len(q) > 1:
         return "queries that begin later than the keys"
-    return _beyond_plain(q, k, v, **how)
+    return _beyond_plain(q, k, v, call)
 
 
-def _beyond_scaled(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, rule: ScoreRule = PLAIN, bias: Tensor | None = None, **_: Any
-) -> str | None:
-    if causal and bias is None:  # blockwise attention is better: it needs no whole matrix of scores
-        return str(rule)
-    unscaled = replace(rule, scale=0.0)
+def _beyond_scaled(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    if call.causal and call.bias is None:  # blockwise attention is better: it needs no whole matrix of scores
+        return str(call.rule)
+    unscaled = replace(call.rule, scale=0.0)
     return None if unscaled.is_plain(len(k)) else str(unscaled)
 
 
-_BIAS = "a bias of the scores"
-
-
-def _plain(kernel: Function) -> Function:
-    """Wrap a kernel for plain scores so that it accepts the arguments of :func:`attention`."""
-    return partial(_without_rule, kernel)
-
-
-def _without_rule(
-    kernel: Function,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-    **more: Any,
-) -> Tensor:
-    out: Tensor = kernel(q, k, v, **more)
-    return out
-
-
-def _beyond_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    bias: Tensor | None = None,
-    **_: Any,
-) -> str | None:
+def _beyond_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     if q.shape[-1] > MAX_HEAD_DIM:
         return f"a head of {q.shape[-1]}, and the kernel takes {MAX_HEAD_DIM}"
     if v.shape[-1] != q.shape[-1]:
         return f"values of {v.shape[-1]} features, and keys of {q.shape[-1]}"
     if q.dtype not in (torch.bfloat16, torch.float32, torch.float16):
         return f"{q.dtype}"
-    if causal and q.shape[0] != k.shape[0]:
+    if call.causal and q.shape[0] != k.shape[0]:
         return "decoding with a cache: queries begin later than keys"
-    if key_mask is not None:
+    if call.key_mask is not None:
         return "padding among the keys"
-    return _beyond_plain(q, k, v, rule=rule, bias=bias)
+    return _beyond_plain(q, k, v, call)
 
 
-def _beyond_fast_softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **more: Any) -> str | None:
-    return _beyond_sdpa(q, k, v, causal=causal, **more) if causal else "recomputation with the fast softmax is causal"
+def _beyond_fast_softmax(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    return _beyond_sdpa(q, k, v, call) if call.causal else "recomputation with the fast softmax is causal"
 
 
 _FUSED_SDPA = "hpex.kernels", "FusedSDPA"
@@ -401,7 +309,7 @@ def _fused_sdpa(
     return Implementation(
         name,
         "hpu",
-        lambda: _plain(partial(attention_hpu, bridge(*_FUSED_SDPA), **options)),
+        lambda: partial(attention_hpu, bridge(*_FUSED_SDPA), **options),
         requires(*_FUSED_SDPA),
         unsupported,
         variant,
@@ -409,12 +317,12 @@ def _fused_sdpa(
     )
 
 
-_TORCH = Implementation("torch", None, lambda: _plain(attention_torch), unsupported=_beyond_plain)
+_TORCH = Implementation("torch", None, lambda: attention_torch, unsupported=_beyond_plain)
 ATTENTION = Op(
     "attention",
     (
-        Implementation("blocks of queries", "cpu", lambda: _plain(attention_cpu), unsupported=_beyond_plain),
-        Implementation("torch's kernel", "cuda", lambda: _plain(attention_torch), unsupported=_beyond_flags),
+        Implementation("blocks of queries", "cpu", lambda: attention_cpu, unsupported=_beyond_plain),
+        Implementation("torch's kernel", "cuda", lambda: attention_torch, unsupported=_beyond_flags),
         WITH_SUM,
         _fused_sdpa("FusedSDPA", _beyond_sdpa),
         _fused_sdpa("FusedSDPA, fast softmax", _beyond_fast_softmax, "fast_softmax", softmax_mode="fast"),
@@ -439,12 +347,12 @@ ATTENTION = Op(
 )
 
 
-def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+def attention_in_parts(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """:func:`attention` without scores ``[S, T]``, for queries that begin later than the keys."""
-    out: Tensor = IN_PARTS.on(q.device.type)(q, k, v, **how)
+    out: Tensor = IN_PARTS.on(q.device.type)(q, k, v, call)
     return out
 
 
-_ANYWHERE = Op("attention", (BLOCKWISE, _TORCH), run=attention_in_parts, reference=attention_reference)
+_ANYWHERE: Op[Function] = Op("attention", (BLOCKWISE, _TORCH), run=attention_in_parts, reference=attention_reference)
 IN_PARTS = replace(_ANYWHERE, implementations=(WITH_SUM, BLOCKWISE, _TORCH), reference=_ANYWHERE.choose("").run)
 """Attention of context-parallel ranks that gather all keys."""

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
+from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.device import as_result
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash.flash_attention import beyond_flash, flash_backward, flash_forward
 from lightning_megatron.ops.implementation import Function, Implementation, Op
 
@@ -51,15 +52,7 @@ class PartialAttention(NamedTuple):
 
 @by_shape
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    first_query: int = 0,
-    rule: ScoreRule = PLAIN,
-    key_mask: Tensor | None = None,
-    block_bytes: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, block_bytes: int | None = None
 ) -> PartialAttention:
     """Attention with the log-sum-exp that its backward pass and :func:`merge_partials_` need; no gradient.
 
@@ -67,21 +60,19 @@ def attention_forward(
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``, ``N`` a multiple of ``G``; head ``n`` of ``q`` reads head ``n // (N / G)``.
         v: ``[T, B, G, V]``.
-        causal: True if a query sees only keys up to its own position; keys that no query of a block sees cost nothing.
-        first_query: position of the first query among the keys, at least 0; these keys may all precede it.
-        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
+        call: the computation, without dropout, sinks and bias. Keys that no query of a block sees cost nothing.
         block_bytes: approximate limit for the scores of one block; ``None`` for the one of the device.
     """
-    grouped = _Grouped(k.shape[2])
+    grouped, rule = _Grouped(k.shape[2]), call.rule
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
     # In the memory order of q: callers flatten the heads of a token, which would otherwise copy.
     out = grouped.rows(queries.new_zeros(*q.shape[:-1], v.shape[-1]))
     lse = queries.new_full(queries.shape[:-1], float("-inf"))
     lowest = torch.finfo(queries.dtype).min
-    for block in _blocks(queries, keys, causal, first_query, rule.window, key_mask, block_bytes):
+    for block in _blocks(queries, keys, call, block_bytes):
         scores = block.by_place_(block.scores(queries, keys, rule), rule)
         peak = scores.amax(-1, keepdim=True)
-        if rule.window or key_mask is not None:
+        if rule.window or call.key_mask is not None:
             # A query may see no key: its exponentials are 0, its log-sum-exp minus infinity.
             peak = peak.clamp_(min=lowest)
         exps = scores.sub_(peak).exp_()
@@ -99,11 +90,8 @@ def attention_backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
+    call: AttentionCall,
     *,
-    causal: bool,
-    first_query: int = 0,
-    rule: ScoreRule = PLAIN,
-    key_mask: Tensor | None = None,
     block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contribution of these keys to the gradients; probabilities are recomputed from ``lse``.
@@ -118,22 +106,20 @@ def attention_backward(
         v: ``[T, B, G, V]``.
         lse: ``[S, B, N]`` fp32, over all keys.
         delta: ``[S, B, N]`` fp32, the inner product of output and gradient (:func:`row_dot`).
-        causal: True if a query sees only keys up to its own position.
-        first_query: position of the first query among the keys.
-        key_mask: ``[B, T]``, True for keys that are seen; ``None`` for all.
+        call: the computation.
         block_bytes: approximate limit for the scores of one block; ``None`` for the one of the device.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, fp32.
     """
-    grouped = _Grouped(k.shape[2])
+    grouped, rule = _Grouped(k.shape[2]), call.rule
     queries, keys, values = grouped.rows(q), _heads_first(k), _heads_first(v)
     grads, lses, deltas = grouped.rows(grad), grouped.rows(lse), grouped.rows(delta)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    if rule.window or key_mask is not None:
+    if rule.window or call.key_mask is not None:
         lses = lses.clamp(min=torch.finfo(lses.dtype).min)  # a query may see no key
     scale = rule.factor(q.shape[-1])
-    for block in _blocks(queries, keys, causal, first_query, rule.window, key_mask, block_bytes):
+    for block in _blocks(queries, keys, call, block_bytes):
         q_rows, grad_rows = block.of(queries), block.of(grads)
         scores = block.scores(queries, keys, rule)
         # d c tanh(x / c) = 1 - tanh^2, computed before scores are hidden.
@@ -178,7 +164,7 @@ class PartialKernels(NamedTuple):
     Attributes:
         forward: :func:`attention_forward`, or another function with its arguments and result.
         backward: gradients of queries, keys and values, from the gradient of the output, queries, keys and values,
-            attention to all keys, its ``delta``, and the further arguments of ``forward``.
+            attention to all keys, its ``delta``, and the call.
     """
 
     forward: Callable[..., PartialAttention]
@@ -186,44 +172,32 @@ class PartialKernels(NamedTuple):
 
 
 def _blocks_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialAttention, delta: Tensor, **how: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialAttention, delta: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return attention_backward(grad, q, k, v, whole.lse, delta, **how)
+    return attention_backward(grad, q, k, v, whole.lse, delta, call)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialAttention:
-    return PartialAttention(*flash_forward(q, k, v, **how))
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> PartialAttention:
+    return PartialAttention(*flash_forward(q, k, v, call))
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialAttention, delta: Tensor, **how: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: PartialAttention, delta: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return flash_backward(grad, q, k, v, *whole, **how)
+    return flash_backward(grad, q, k, v, *whole, call)
 
 
 BLOCKS = PartialKernels(attention_forward, _blocks_backward)
 FLASH = PartialKernels(_flash_forward, _flash_backward)
 
 
-def attention_by(
-    kernels: PartialKernels,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    first_query: int = 0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attention_by(kernels: PartialKernels, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """:func:`lightning_megatron.ops.attention.attention` in memory linear in ``S``, with a dropout of 0.
 
     A query that sees no key has output 0.
     """
-    assert not dropout
-    out: Tensor = _AttentionWithSum.apply(kernels, q, k, v, sinks, causal, first_query, rule, key_mask)
+    assert not call.dropout
+    out: Tensor = _AttentionWithSum.apply(kernels, q, k, v, call.sinks, call._replace(sinks=None))
     return out
 
 
@@ -231,35 +205,26 @@ blockwise_attention: Callable[..., Tensor] = partial(attention_by, BLOCKS)
 flash_attention: Callable[..., Tensor] = partial(attention_by, FLASH)
 
 
-def _flash_kernels(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialKernels:
+def _flash_kernels(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> PartialKernels:
     return FLASH
 
 
-def _block_kernels(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialKernels:
+def _block_kernels(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> PartialKernels:
     return BLOCKS
 
 
-def kernels_of_parts(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> PartialKernels:
+def kernels_of_parts(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> PartialKernels:
     """Kernels by which parts of the keys are attended to and merged, for a call of ``attention`` on one rank."""
-    kernels: PartialKernels = PARTS.on(q.device.type)(q, k, v, **how)
+    kernels: PartialKernels = PARTS.on(q.device.type)(q, k, v, call)
     return kernels
 
 
-def _beyond_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    dropout: float = 0.0,
-    key_mask: Tensor | None = None,
-    bias: Tensor | None = None,
-    **_: Any,
-) -> str | None:
-    if bias is not None:
+def _beyond_blocks(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
+    if call.bias is not None:
         return "a bias of the scores"
-    if key_mask is not None:
+    if call.key_mask is not None:
         return "padding among the keys"
-    return "dropout of weights" if dropout else None
+    return "dropout of weights" if call.dropout else None
 
 
 _FLASH, _BLOCKS = "flash with its log-sum-exp", "block by block"
@@ -290,14 +255,10 @@ class _AttentionWithSum(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        causal: bool,
-        first_query: int,
-        rule: ScoreRule,
-        key_mask: Tensor | None,
+        call: AttentionCall,
     ) -> Tensor:
-        ctx.kernels = kernels
-        ctx.how = {"causal": causal, "first_query": first_query, "rule": rule, "key_mask": key_mask}
-        attended = kernels.forward(q, k, v, **ctx.how)
+        ctx.kernels, ctx.call = kernels, call
+        attended = kernels.forward(q, k, v, call)
         add_sinks_(attended, sinks)
         out = attended.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, attended.lse)
@@ -307,9 +268,9 @@ class _AttentionWithSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         delta = row_dot(out, grad)
-        grads = ctx.kernels.backward(grad, q, k, v, PartialAttention(out, lse), delta, **ctx.how)
+        grads = ctx.kernels.backward(grad, q, k, v, PartialAttention(out, lse), delta, ctx.call)
         own = sinks_gradient(sinks, lse, delta)
-        return None, *(part.to(q.dtype) for part in grads), own, None, None, None, None
+        return None, *(part.to(q.dtype) for part in grads), own, None
 
 
 def _upcast(x: Tensor) -> Tensor:
@@ -395,18 +356,10 @@ class _Block(NamedTuple):
         return scores if self.unseen is None else scores.masked_fill_(self.unseen, float("-inf"))
 
 
-def _blocks(
-    queries: Tensor,
-    keys: Tensor,
-    causal: bool,
-    first_query: int,
-    window: int,
-    key_mask: Tensor | None,
-    block_bytes: int | None,
-) -> Iterator[_Block]:
+def _blocks(queries: Tensor, keys: Tensor, call: AttentionCall, block_bytes: int | None) -> Iterator[_Block]:
     """Blocks of ``[B, G, N/G, S, D]`` queries against ``[B, G, T, D]`` keys, without those that see no key."""
     batch, groups, heads, length, _ = queries.shape
-    count = keys.shape[2]
+    count, causal, window = keys.shape[2], call.causal, call.rule.window
     span = min(count, 2 * window) if window else count
     if block_bytes is None:
         block_bytes = BLOCK_BYTES if queries.device.type == "cpu" else LARGE_BLOCK_BYTES
@@ -415,12 +368,12 @@ def _blocks(
         size = min(size, max(window, 64))
     for start in range(0, length, size):
         end = min(start + size, length)
-        first, last = first_query + start, first_query + end - 1  # positions of the queries
+        first, last = call.first_query + start, call.first_query + end - 1  # positions of the queries
         begin = max(0, first - window + 1) if window else 0
         seen = min(last + 1, count) if causal else count
         if begin < seen:
             edges = tuple(_edges(range(first, last + 1), range(begin, seen), causal, window, queries.device))
-            unseen = None if key_mask is None else ~key_mask[:, None, None, begin:seen]
+            unseen = None if call.key_mask is None else ~call.key_mask[:, None, None, begin:seen]
             yield _Block(slice(start, end), first, slice(begin, seen), edges, unseen, heads)
 
 

@@ -23,7 +23,7 @@ from lightning_megatron.arguments import OneOf, at_least, field_problems
 from lightning_megatron.device import Fp8Arithmetic
 from lightning_megatron.device.hpu_bridge import missing
 from lightning_megatron.errors import Problem, nearest_names
-from lightning_megatron.ops.implementation import Implementation, Selectable
+from lightning_megatron.ops.implementation import Implementation, Op
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST_E5M2 = 57344.0
@@ -218,9 +218,10 @@ def _hpu_operators_missing() -> str | None:
     return missing("core", "mark_step") or "the bridge has no such operators"
 
 
-LINEAR_FP8: Selectable[Fp8Kernels] = Selectable(
+LINEAR_FP8: Op[Fp8Kernels | None] = Op(
     "linear_fp8",
     (Implementation("hpu::fp8_gemm_v2", "hpu", _hpu_kernels, _hpu_operators_missing),),
+    reference=None,
     default="off",
 )
-"""Kernels by device. It is not an ``Op``: linear layers call the kernels, and without them do not use fp8 at all."""
+"""Kernels by device, which linear layers call. Without them they do not use fp8 at all."""

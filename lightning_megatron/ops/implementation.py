@@ -47,32 +47,23 @@ class Implementation(Generic[T]):
 
 
 @dataclass(frozen=True, eq=False)
-class Selection:
-    """Name of the implementation that one module uses. Modules keep it in an attribute, for the op report.
+class OpChoice(Generic[T]):
+    """The implementation of an op that one module uses. Modules keep it in an attribute, for the op report.
 
     Attributes:
         op: name of the op.
         implementation: name of the implementation.
         why: reason, in words.
+        run: the implementation; a function runs further implementations for calls that it does not support.
         fallbacks: reasons why single calls were not supported, and the implementation that computed them instead.
+        candidates: ``unsupported`` and ``recomputes`` of the implementations that ``run`` tries, in order.
     """
 
     op: str
     implementation: str
     why: str
+    run: T
     fallbacks: dict[str, str] = field(default_factory=dict, kw_only=True)
-
-
-@dataclass(frozen=True, eq=False)
-class OpChoice(Selection):
-    """The implementation of an op that one module calls.
-
-    Attributes:
-        run: function that computes the op.
-        candidates: ``unsupported`` and ``recomputes`` of the implementations that ``run`` tries, in order.
-    """
-
-    run: Function
     candidates: tuple[tuple[Callable[..., str | None] | None, bool], ...] = field(default=(), kw_only=True)
 
     def recomputes(self, *args: Any, **kwargs: Any) -> bool:
@@ -119,17 +110,22 @@ class Fallback:
 
 
 @dataclass(frozen=True, eq=False)
-class Selectable(Generic[T]):
+class Op(Generic[T]):
     """A named set of implementations, from which users select by mode.
 
     Attributes:
         name: name in the user's ``ops=``.
         implementations: all implementations, the best first.
+        reference: implementation in plain torch, which defines the result of every other one.
+        run: function of tensors that computes the op by the best implementation for the device of its first argument;
+            ``None`` if the implementations are no functions of tensors.
         default: mode if the user gives none.
     """
 
     name: str
     implementations: tuple[Implementation[T], ...]
+    reference: T = field(kw_only=True)
+    run: T | None = field(default=None, kw_only=True)
     default: str = field(default="auto", kw_only=True)
 
     @property
@@ -191,34 +187,15 @@ class Selectable(Generic[T]):
         default = f"the best there is for {device}" if found else f"there is nothing else for {device}"
         return found, "; ".join(reasons) or default
 
-    def select(self, device: str, mode: str | None = None, unless: str | None = None) -> tuple[T | None, Selection]:
-        """The best usable implementation, ``None`` for the reference; arguments and errors as in :meth:`usable`."""
-        usable, why = self.usable(device, mode, unless)
-        if not usable:
-            return None, Selection(self.name, REFERENCE, why)
-        return usable[0].bind(), Selection(self.name, usable[0].name, why)
-
-
-@dataclass(frozen=True, eq=False)
-class Op(Selectable[Function]):
-    """An op.
-
-    Attributes:
-        run: function that computes it by the best implementation for the device of its first argument.
-        reference: function in plain torch that defines the result of every implementation.
-    """
-
-    run: Function = field(kw_only=True)
-    reference: Function = field(kw_only=True)
-
-    def choose(self, device: str, mode: str | None = None, unless: str | None = None) -> OpChoice:
+    def choose(self, device: str, mode: str | None = None, unless: str | None = None) -> OpChoice[T]:
         """The implementation for one module; arguments and errors as in :meth:`usable`."""
         usable, why = self.usable(device, mode, unless)
         noted: dict[str, str] = {}
         candidates = tuple((each.unsupported, each.recomputes) for each in usable)
-        run, name = self.reference, REFERENCE
+        run: Any = self.reference
+        name = REFERENCE
         for each in reversed(usable):
-            function = each.bind()
+            function: Any = each.bind()
             if each.unsupported is not None:
                 function = Fallback(
                     op=self.name,
@@ -232,13 +209,13 @@ class Op(Selectable[Function]):
             run, name = function, each.name
         return OpChoice(self.name, name, why, run, fallbacks=noted, candidates=candidates)
 
-    def on(self, device: str) -> Function:
+    def on(self, device: str) -> T:
         """The best implementation for a type of device."""
         return _best(self, device)
 
 
 @cache
-def _best(op: Op, device: str) -> Function:
+def _best(op: Op[T], device: str) -> T:
     return op.choose(device, "auto").run
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.by_shape import by_shape
 from lightning_megatron.device import has_bf16_arithmetic
 from lightning_megatron.ops.cpu.onednn import by_onednn, linear_onednn
-from lightning_megatron.ops.implementation import Selection
+from lightning_megatron.ops.implementation import OpChoice
 
 FEW = 16
 """With fewer rows or columns than this, copying the operands costs more than the faster product gains."""
@@ -182,7 +182,7 @@ class HasGemms(Protocol):
     """
 
     products: LinearGemms
-    product_choice: Selection | None
+    product_choice: OpChoice[Any] | None
 
     @property
     def weight(self) -> Tensor:

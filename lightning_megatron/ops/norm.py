@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.device import as_result
 from lightning_megatron.device.hpu_bridge import bridge, requires
-from lightning_megatron.ops.implementation import Implementation, Op
+from lightning_megatron.ops.implementation import Function, Implementation, Op
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,7 +85,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 _FUSED_RMS_NORM = "hpex.normalization", "FusedRMSNorm"
-RMS_NORM = Op(
+RMS_NORM: Op[Function] = Op(
     "rms_norm",
     (
         Implementation("few passes", "cpu", lambda: rms_norm_cpu),

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_megatron.config.layout import ModelShape, ParallelLayout
 from lightning_megatron.errors import ConfigError, Problem, nearest_names, raise_if_any
-from lightning_megatron.ops.adamw import ADAMW, MakeAdamW, adamw_reference
+from lightning_megatron.ops.adamw import ADAMW
 from lightning_megatron.ops.attention import ATTENTION
-from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Kernels, Fp8Recipe
+from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe
 from lightning_megatron.ops.grouped_linear import GROUPED_LINEAR
-from lightning_megatron.ops.implementation import REFERENCE, Function, Op, OpChoice, Selectable, Selection
+from lightning_megatron.ops.implementation import REFERENCE, Function, Op, OpChoice
 from lightning_megatron.ops.mixture_of_experts import MIXTURE_OF_EXPERTS
 from lightning_megatron.ops.norm import LAYER_NORM, RMS_NORM
 from lightning_megatron.ops.rope import ROPE
 
-T = TypeVar("T")
-
-SELECTABLE: Mapping[str, Selectable[Any]] = {
+SELECTABLE: Mapping[str, Op[Any]] = {
     each.name: each
     for each in (ATTENTION, RMS_NORM, LAYER_NORM, ROPE, MIXTURE_OF_EXPERTS, GROUPED_LINEAR, LINEAR_FP8, ADAMW)
 }
 """All names that ``ops=`` accepts."""
-OPS: Mapping[str, Op] = {name: each for name, each in SELECTABLE.items() if isinstance(each, Op)}
+OPS: Mapping[str, Op[Function]] = {name: each for name, each in SELECTABLE.items() if each.run is not None}
 """Those that are functions of tensors."""
 
 OpModes = Mapping[str, str] | str | None
@@ -90,7 +88,7 @@ class Ops:
         """The mode of an op: the user's, or its default."""
         return self._given.get(op, SELECTABLE[op].default)
 
-    def choose(self, op: str | Op, unless: str | None = None) -> OpChoice:
+    def choose(self, op: str | Op[Any], unless: str | None = None) -> OpChoice[Any]:
         """The implementation of an op for one module.
 
         Args:
@@ -100,39 +98,14 @@ class Ops:
         Raises:
             ConfigError: if one is required and none is usable.
         """
-        known = OPS[op] if isinstance(op, str) else op
+        known = SELECTABLE[op] if isinstance(op, str) else op
         mode = self.mode(known.name)
         if self.device is None and mode == "auto":
-            return OpChoice(known.name, "by device", _UNKNOWN_DEVICE, known.run)
+            name, run = (REFERENCE, known.reference) if known.run is None else ("by device", known.run)
+            return OpChoice(known.name, name, _UNKNOWN_DEVICE, run)
         return known.choose(self.device or "", mode, unless)
 
-    def choose_fp8(self) -> tuple[Fp8Kernels | None, Selection]:
-        """The device's fp8 kernels; ``None`` to compute products in the dtype of their operands.
-
-        Raises:
-            ConfigError: if they are required and the device has none.
-        """
-        return self._select(LINEAR_FP8)
-
-    def choose_adamw(self, unless: str | None = None) -> tuple[MakeAdamW, Selection]:
-        """The constructor of AdamW for a module's parameters.
-
-        Args:
-            unless: reason why the device's own AdamW cannot update them, if there is one.
-
-        Raises:
-            ConfigError: if it is required and not usable.
-        """
-        selected = self._select(ADAMW, unless)
-        return selected[0] or adamw_reference, selected[1]
-
-    def _select(self, selectable: Selectable[T], unless: str | None = None) -> tuple[T | None, Selection]:
-        mode = self.mode(selectable.name)
-        if self.device is None and mode == "auto":
-            return None, Selection(selectable.name, REFERENCE, _UNKNOWN_DEVICE)
-        return selectable.select(self.device or "", mode, unless)
-
-    def custom(self, op: str, implementation: str, why: str, run: Function) -> OpChoice:
+    def custom(self, op: str, implementation: str, why: str, run: Function) -> OpChoice[Function]:
         """The choice of a module that has its own implementation of an op.
 
         Raises:
@@ -209,7 +182,7 @@ def choices_of(model: nn.Module) -> dict[str, list[dict[str, Any]]]:
     """The choices of every module of ``model``, by its name; ``fallbacks``: unsupported calls so far, by reason."""
     found = {}
     for name, module in model.named_modules():
-        chosen = [value for value in vars(module).values() if isinstance(value, Selection)]
+        chosen = [value for value in vars(module).values() if isinstance(value, OpChoice)]
         if chosen:
             found[name] = [
                 {"op": each.op, "chosen": each.implementation, "why": each.why, "fallbacks": dict(each.fallbacks)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.device.hpu_bridge import bridge, requires
-from lightning_megatron.ops.implementation import Implementation, Op
+from lightning_megatron.ops.implementation import Function, Implementation, Op
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 _HELPER = "hpex.kernels", "RotaryPosEmbeddingHelperV1"
-ROPE = Op(
+ROPE: Op[Function] = Op(
     "rope",
     (
         Implementation(

@@ -21,6 +21,7 @@ from lightning_megatron.ops.blockwise_attention import (
     merge_partials_,
     row_dot,
 )
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash.varlen_attention import lacks_varlen
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing import one_card
@@ -40,7 +41,7 @@ def leaves(length: int = LENGTH) -> list[Tensor]:
 def results(op: Any, dtype: torch.dtype, first_query: int = 0, **how: Any) -> dict[str, Tensor]:
     *given, grad = (x.to(dtype) for x in leaves())
     q, k, v = (x.requires_grad_() for x in given)
-    out = op(q[first_query:], k, v, causal=True, first_query=first_query, **how)
+    out = op(q[first_query:], k, v, AttentionCall(causal=True, first_query=first_query, **how))
     grads = torch.autograd.grad(out, (q, k, v), grad[first_query:])
     return {"out": out.detach()} | dict(zip("qkv", grads, strict=True))
 
@@ -62,17 +63,17 @@ def test_parts_of_the_keys_merge_to_all_of_them(window: int) -> None:
     pairs = [(rows, keys) for rows in cuts for keys in cuts if keys.start <= rows.start]
     whole = PartialAttention.nothing(q, 64)
 
-    def how(rows: slice, keys: slice) -> dict[str, Any]:
-        return {"causal": True, "first_query": rows.start - keys.start, "rule": rule}
+    def call(rows: slice, keys: slice) -> AttentionCall:
+        return AttentionCall(causal=True, first_query=rows.start - keys.start, rule=rule)
 
     for rows, keys in pairs:
-        part = FLASH.forward(q[rows], k[keys], v[keys], **how(rows, keys))
+        part = FLASH.forward(q[rows], k[keys], v[keys], call(rows, keys))
         merge_partials_(PartialAttention(whole.out[rows], whole.lse[rows]), part)
     out, delta = whole.out.to(q.dtype), row_dot(whole.out, grad)
     grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     for rows, keys in pairs:
         of_rows = PartialAttention(out[rows], whole.lse[rows]), delta[rows]
-        parts = FLASH.backward(grad[rows], q[rows], k[keys], v[keys], *of_rows, **how(rows, keys))
+        parts = FLASH.backward(grad[rows], q[rows], k[keys], v[keys], *of_rows, call(rows, keys))
         for total, place, part in zip(grads, (rows, keys, keys), parts, strict=True):
             total[place] += part
     expected = results(attention_reference, torch.float64, rule=rule)
@@ -95,7 +96,7 @@ def test_a_sample_of_padding_only_has_finite_gradients(length: int) -> None:
     q, k, v = (x.requires_grad_() for x in given)
     mask = torch.ones(2, length, dtype=torch.bool, device="cuda")
     mask[1] = False
-    out = Ops("cuda").choose("attention").run(q, k, v, causal=False, key_mask=mask)
+    out = Ops("cuda").choose("attention").run(q, k, v, AttentionCall(causal=False, key_mask=mask))
     assert all(x.isfinite().all() for x in torch.autograd.grad(out, (q, k, v), grad))
 
 

@@ -27,6 +27,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.activation import gelu_tanh, swiglu
 from lightning_megatron.ops.adamw import adamw_reference, beyond_fused_adamw
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.fp8 import LINEAR_FP8, Fp8Recipe, reference_kernels
 from lightning_megatron.ops.implementation import REFERENCE
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, op_table
@@ -77,7 +78,7 @@ def rotated(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def attending(causal: bool) -> Callable[..., Callable[..., Tensor]]:
-    return lambda op: lambda q, k, v: op(q, k, v, causal=causal)
+    return lambda op: lambda q, k, v: op(q, k, v, AttentionCall(causal=causal))
 
 
 FULL, GROUPED, ONE = ([(S, B, N, D), (S, B, g, D), (S, B, g, D)] for g in (N, G, 1))
@@ -144,8 +145,8 @@ def test_attention_drops_weights_of_its_own() -> None:
     q, values = random(S, B, N, S), torch.eye(S).view(S, 1, 1, S).expand(S, B, N, S).contiguous()
     choice, calls = Ops("hpu").choose("attention"), 20
     given = [x.to("hpu") for x in (q, q, values)]
-    found = torch.stack([choice.run(*given, causal=True, dropout=0.2).cpu() for _ in range(calls)])
-    right = OPS["attention"].reference(q, q, values, causal=True).expand_as(found)
+    found = torch.stack([choice.run(*given, AttentionCall(causal=True, dropout=0.2)).cpu() for _ in range(calls)])
+    right = OPS["attention"].reference(q, q, values, AttentionCall(causal=True)).expand_as(found)
     is_seen = torch.ones(S, S).tril().bool().view(S, 1, 1, S).expand_as(found)
     is_kept = found != 0
     torch.testing.assert_close(found[is_kept], right[is_kept] / 0.8)
@@ -162,9 +163,9 @@ def test_attention_drops_weights_of_its_own() -> None:
 def test_what_the_kernel_cannot_do_is_done_by_torch_and_noted(queries: int, keys: int, head: int, reason: str) -> None:
     q, k = random(queries, B, N, head), random(keys, B, N, head, seed=1)
     choice = Ops("hpu").choose("attention")
-    more = {"causal": True, "first_query": keys - queries}
-    out = choice.run(q.to("hpu"), k.to("hpu"), k.to("hpu"), **more)
-    assert_same({"out": out.cpu()}, {"out": OPS["attention"].reference(q, k, k, **more)}, rtol=1e-5)
+    call = AttentionCall(causal=True, first_query=keys - queries)
+    out = choice.run(q.to("hpu"), k.to("hpu"), k.to("hpu"), call)
+    assert_same({"out": out.cpu()}, {"out": OPS["attention"].reference(q, k, k, call)}, rtol=1e-5)
     assert called("FusedSDPA") == 0
     ((noted, other),) = choice.fallbacks.items()
     assert reason in noted
@@ -173,10 +174,10 @@ def test_what_the_kernel_cannot_do_is_done_by_torch_and_noted(queries: int, keys
 
 def test_slopes_that_the_kernel_does_not_know_are_computed_block_by_block_and_noted_once() -> None:
     leaves = [random(S, B, N, D, seed=seed) for seed in range(3)]
-    choice, more = Ops("hpu").choose("attention"), {"causal": True, "rule": ScoreRule(slopes=alibi_slopes(N))}
+    choice, call = Ops("hpu").choose("attention"), AttentionCall(causal=True, rule=ScoreRule(slopes=alibi_slopes(N)))
     found = [x.to("hpu").requires_grad_() for x in leaves]
     right = [x.clone().requires_grad_() for x in leaves]
-    out, expected = choice.run(*found, **more), OPS["attention"].reference(*right, **more)
+    out, expected = choice.run(*found, call), OPS["attention"].reference(*right, call)
     out.sum().backward()
     expected.sum().backward()
     assert_same({"out": out.detach().cpu()}, {"out": expected.detach()}, rtol=1e-5)
@@ -229,14 +230,14 @@ def test_adamw_takes_the_steps_of_torchs() -> None:
         torch.manual_seed(0)
         model = nn.Linear(8, 8).to(device)
         groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
-        make_adamw, selection = Ops(device, modes).choose_adamw()
-        optimizer = make_adamw(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
+        choice = Ops(device, modes).choose("adamw")
+        optimizer = choice.run(groups, lr=0.05, betas=(0.8, 0.9), eps=1e-30)
         for seed in range(5):
             model.zero_grad()
             model(random(4, 8, seed=seed).to(device)).square().mean().backward()
             optimizer.step()
         steps[device] = {name: p.detach().cpu() for name, p in model.named_parameters()}
-    assert selection.implementation == "FusedAdamW"
+    assert choice.implementation == "FusedAdamW"
     assert called("FusedAdamW") == 2 * 5  # a call a group
     assert_same(steps["hpu"], steps["cpu"], rtol=2e-5)
 
@@ -269,7 +270,8 @@ def test_a_model_on_the_device_has_the_gradients_of_one_on_a_cpu(modes: str | di
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_fp8_products_of_the_operators_are_those_of_the_reference(kind: type[nn.Module]) -> None:
     found = {}
-    own, selection = LINEAR_FP8.select("hpu", "require")
+    selection = LINEAR_FP8.choose("hpu", "require")
+    own = selection.run
     assert own is not None
     assert own.arithmetic.mixes_formats == (torch.hpu.get_device_name() == "GAUDI3")
     for device, kernels in (("cpu", reference_kernels(own.arithmetic)), ("hpu", own)):
@@ -381,6 +383,6 @@ def test_a_run_in_fp8_learns_and_keeps_its_scales(tmp_path: Path) -> None:
 
 def test_weight_decay_that_bf16_would_lose_is_left_to_torch() -> None:
     assert "weight decay" in str(beyond_fused_adamw(torch.bfloat16, "hpu"))
-    make_adamw, selection = Ops("hpu").choose_adamw(beyond_fused_adamw(torch.bfloat16, "hpu"))
-    assert (make_adamw, selection.implementation) == (adamw_reference, REFERENCE)
+    choice = Ops("hpu").choose("adamw", beyond_fused_adamw(torch.bfloat16, "hpu"))
+    assert (choice.run, choice.implementation) == (adamw_reference, REFERENCE)
     assert beyond_fused_adamw(torch.float32, "hpu") is None

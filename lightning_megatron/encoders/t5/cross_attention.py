@@ -11,6 +11,7 @@ from lightning_megatron.config.recompute_plan import NO_RECOMPUTE, RecomputePlan
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.mesh import ParallelMesh
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.registry import ANY_DEVICE, Ops
 from lightning_megatron.recompute import run_part
 
@@ -66,11 +67,12 @@ class CrossAttention(nn.Module):
         """
         q = self.query(x).unflatten(-1, (-1, self.head_dim))  # [S, B, N/tp, D]
         k, v = self._keys_and_values(memory, cache)
-        how: dict[str, Any] = {"causal": False, "dropout": self.dropout, "rule": self.rule, "key_mask": key_mask}
-        repeats = self.recompute.wraps("core_attn") and self.attention.recomputes(q, k, v, **how)
+        dropout = self.dropout if self.training else 0.0
+        call = AttentionCall(causal=False, dropout=dropout, rule=self.rule, key_mask=key_mask)
+        repeats = self.recompute.wraps("core_attn") and self.attention.recomputes(q, k, v, call)
         plan = NO_RECOMPUTE if repeats else self.recompute
-        is_pure = not (self.dropout and self.training)  # nothing is communicated: every rank has the whole sequences
-        core = run_part(plan, "core_attn", self._core, q, k, v, key_mask, rng=self.rng, is_pure=is_pure)
+        is_pure = not dropout  # nothing is communicated: every rank has the whole sequences
+        core = run_part(plan, "core_attn", self._core, q, k, v, call, rng=self.rng, is_pure=is_pure)
         return self.out(core.flatten(2, 3))
 
     def _keys_and_values(self, memory: Tensor, cache: MemoryCache | None) -> tuple[Tensor, Tensor]:
@@ -82,9 +84,7 @@ class CrossAttention(nn.Module):
             cache.held = k, v
         return k, v
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        more = {} if key_mask is None else {"key_mask": key_mask}
-        with self.rng.tensor_parallel() if dropout else nullcontext():
-            out: Tensor = self.attention.run(q, k, v, causal=False, dropout=dropout, rule=self.rule, **more)
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        with self.rng.tensor_parallel() if call.dropout else nullcontext():
+            out: Tensor = self.attention.run(q, k, v, call)
             return out

@@ -35,8 +35,8 @@ from lightning_megatron.lightning.strategy.trained_parameters import is_fitting
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.models.stages import StagedModel
-from lightning_megatron.ops.adamw import MakeAdamW, beyond_fused_adamw
-from lightning_megatron.ops.implementation import Selection
+from lightning_megatron.ops.adamw import ADAMW, MakeAdamW, beyond_fused_adamw
+from lightning_megatron.ops.implementation import OpChoice
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.optim.lr_schedule import LRStyle, MegatronLR, TailStyle, WDStyle
 
@@ -411,9 +411,9 @@ class TransformerModule(AdaptedModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW over two groups, with warm-up and decay of the learning rate."""
-        make_adamw, self.adamw = self._choose_adamw()
+        self.adamw = self._choose_adamw()
         groups = self.decay_groups(self.weight_decay)
-        optimizer = make_adamw(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        optimizer = self.adamw.run(groups, lr=self.lr, betas=self.betas, eps=self.eps)
         if self.schedules.changes_nothing:
             return optimizer
         # The rate may have been changed since, as Lightning's LearningRateFinder does.
@@ -432,12 +432,12 @@ class TransformerModule(AdaptedModule):
         else:
             super().lr_scheduler_step(scheduler, metric)
 
-    def _choose_adamw(self) -> tuple[MakeAdamW, Selection]:
+    def _choose_adamw(self) -> OpChoice[MakeAdamW]:
         strategy = self.megatron_strategy
         if strategy is None:
-            return Ops(self.device.type).choose_adamw()
+            return Ops(self.device.type).choose(ADAMW)
         mode = strategy.precision_plugin.mode
-        return strategy.ops.choose_adamw(beyond_fused_adamw(mode.main or mode.params, self.device.type))
+        return strategy.ops.choose(ADAMW, beyond_fused_adamw(mode.main or mode.params, self.device.type))
 
 
 def _build_first(module: TransformerModule, *_: Any) -> None:

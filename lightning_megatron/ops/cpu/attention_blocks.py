@@ -136,14 +136,7 @@ def _product_dtype(q: Tensor) -> torch.dtype:
 
 @by_shape
 def forward(q: Tensor, k: Tensor, v: Tensor, first_query: int | None) -> Tensor:
-    """:func:`attention_blocks` without gradients.
-
-    Args:
-        q: ``[S, B, N, D]``.
-        k: ``[T, B, G, D]``.
-        v: ``[T, B, G, V]``.
-        first_query: position of the first query among the keys; ``None`` if every query sees all keys.
-    """
+    """:func:`attention_blocks` without gradients."""
     groups, dtype = k.shape[2], _product_dtype(q)
     rows, keys, values = (_by_heads(x, groups) for x in (q, k, v))
     rows, keys, values = rows.float() * q.shape[-1] ** -0.5, keys.float(), values.to(dtype)
@@ -188,7 +181,14 @@ class _BlocksOfQueries(torch.autograd.Function):
         return *backward(dy, q, k, v, ctx.first_query), None
 
 
-def attention_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, first_query: int = 0) -> Tensor:
-    """:func:`lightning_megatron.ops.attention.attention` without dropout, in blocks of queries."""
-    out: Tensor = _BlocksOfQueries.apply(q, k, v, first_query if causal else None)
+def attention_blocks(q: Tensor, k: Tensor, v: Tensor, first_query: int | None) -> Tensor:
+    """:func:`lightning_megatron.ops.attention.attention` without dropout, in blocks of queries.
+
+    Args:
+        q: ``[S, B, N, D]``.
+        k: ``[T, B, G, D]``.
+        v: ``[T, B, G, V]``.
+        first_query: position of the first query among the keys; ``None`` if every query sees all keys.
+    """
+    out: Tensor = _BlocksOfQueries.apply(q, k, v, first_query)
     return out

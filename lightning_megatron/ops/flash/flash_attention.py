@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
+from lightning_megatron.config.score_rule import ScoreRule
+from lightning_megatron.ops.core.attention_call import AttentionCall
 
 MAX_HEAD_DIM = 256
 """Largest head dimension of the kernel."""
@@ -31,8 +32,9 @@ class _Seen(NamedTuple):
     mask: dict[str, Any]
 
 
-def _seen(queries: int, keys: int, causal: bool, first_query: int, window: int) -> _Seen:
-    if not causal:
+def _seen(queries: int, keys: int, call: AttentionCall) -> _Seen:
+    first_query, window = call.first_query, call.rule.window
+    if not call.causal:
         return _Seen(queries, slice(0, keys), {"is_causal": False})
     begin, end = max(0, first_query - window + 1) if window else 0, min(keys, first_query + queries)
     count = max(0, min(queries, end + window - 1 - first_query)) if window else queries
@@ -46,35 +48,23 @@ def _seen(queries: int, keys: int, causal: bool, first_query: int, window: int) 
     return _Seen(count if begin < end else 0, slice(begin, end), mask)
 
 
-def flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    first_query: int = 0,
-    rule: ScoreRule = PLAIN,
-    key_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Output ``[S, B, N, D]`` and log-sum-exp ``[S, B, N]``, fp32; 0 and minus infinity for a query without keys.
 
     Args:
         q: ``[S, B, N, D]``.
         k: ``[T, B, G, D]``.
         v: ``[T, B, G, D]``.
-        causal: True if a query sees only keys up to its own position.
-        first_query: position of the first query among the keys; these keys may all precede it.
-        rule: a scale, a window, or neither.
-        key_mask: must be ``None``.
+        call: causal or not, with a scale, a window, or neither.
     """
-    seen = _seen(len(q), len(k), causal, first_query, rule.window)
+    seen = _seen(len(q), len(k), call)
     if not seen.queries:
         return torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
     rows = [x.transpose(0, 1) for x in (q[: seen.queries], k[seen.keys], v[seen.keys])]
     lengths = rows[0].shape[1], rows[1].shape[1]
     mask = dict(seen.mask)
     given = *rows, None, None, *lengths, 0.0, mask.pop("is_causal"), False
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(*given, scale=rule.factor(q.shape[-1]), **mask)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(*given, scale=call.rule.factor(q.shape[-1]), **mask)
     out, lse = out.transpose(0, 1), lse.permute(2, 0, 1)
     unseeing = len(q) - seen.queries
     if unseeing:
@@ -90,13 +80,9 @@ def flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    causal: bool,
-    first_query: int = 0,
-    rule: ScoreRule = PLAIN,
-    key_mask: Tensor | None = None,
+    call: AttentionCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contribution of these keys to the gradients of ``q``, ``k`` and ``v``, with the arguments of the forward.
+    """Contribution of these keys to the gradients of ``q``, ``k`` and ``v``, with the call of the forward.
 
     Args:
         grad: gradient of the output, ``[S, B, N, D]``.
@@ -105,12 +91,9 @@ def flash_backward(
         v: ``[T, B, G, D]``.
         out: ``[S, B, N, D]``, the output over all keys, where these are only a part.
         lse: ``[S, B, N]`` fp32, over all keys.
-        causal: True if a query sees only keys up to its own position.
-        first_query: position of the first query among the keys.
-        rule: a scale, a window, or neither.
-        key_mask: must be ``None``.
+        call: causal or not, with a scale, a window, or neither.
     """
-    seen = _seen(len(q), len(k), causal, first_query, rule.window)
+    seen = _seen(len(q), len(k), call)
     if not seen.queries:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     grads, queries, outs = (x[: seen.queries].transpose(0, 1) for x in (grad, q, out))
@@ -121,7 +104,7 @@ def flash_backward(
     state, unused = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     lengths = queries.shape[1], keys.shape[1]
     given = grads, queries, keys, values, outs, lses, None, None, *lengths, 0.0, mask.pop("is_causal"), state, unused
-    found = torch.ops.aten._flash_attention_backward(*given, scale=rule.factor(q.shape[-1]), **mask)
+    found = torch.ops.aten._flash_attention_backward(*given, scale=call.rule.factor(q.shape[-1]), **mask)
     dq, dk, dv = (x.transpose(0, 1) for x in found)
     before, after = seen.keys.start, len(k) - seen.keys.stop
     if before or after:
@@ -151,23 +134,12 @@ def flash_lacks(dtype: torch.dtype, keys: int, values: int, causal: bool, rule: 
     return None
 
 
-def beyond_flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    dropout: float = 0.0,
-    key_mask: Tensor | None = None,
-    rule: ScoreRule = PLAIN,
-    bias: Tensor | None = None,
-    **_: Any,
-) -> str | None:
+def beyond_flash(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """The reason why the kernel does not support a call; ``None`` if it does."""
-    reasons = {"a bias of the scores": bias is not None, "padding among the keys": key_mask is not None}
-    reasons["dropout of weights"] = bool(dropout)
+    reasons = {"a bias of the scores": call.bias is not None, "padding among the keys": call.key_mask is not None}
+    reasons["dropout of weights"] = bool(call.dropout)
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    found = found or flash_lacks(q.dtype, q.shape[-1], v.shape[-1], causal, rule)
+    found = found or flash_lacks(q.dtype, q.shape[-1], v.shape[-1], call.causal, call.rule)
     if found is not None:
         return found
     queries, keys, values = (x.permute(1, 2, 0, 3) for x in (q, k, v))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.config.score_rule import PLAIN, ScoreRule
-from lightning_megatron.documents import Documents, attend_at_once
+from lightning_megatron.documents import attend_at_once
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash.flash_attention import beyond_flash
 
 _MODULE = "torch.nn.attention.varlen"
@@ -27,29 +27,21 @@ def lacks_varlen() -> str | None:
 
 
 @torch.compiler.disable  # lengths differ from batch to batch: each would be a graph of its own
-def varlen_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    documents: Documents,
-    causal: bool = True,
-    first_query: int = 0,
-    rule: ScoreRule = PLAIN,
-    **_: Any,
-) -> Tensor:
-    """:func:`lightning_megatron.documents.attend_documents` in one call, without dropout and sinks."""
+def varlen_documents(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """Causal attention inside of each document, by one call for all of them, without dropout and sinks."""
+    assert call.causal
+    assert call.documents is not None
     varlen_attn: Any = importlib.import_module(_MODULE).varlen_attn
-    window = (rule.window - 1 if rule.window else -1, 0)
-    how = {"scale": rule.factor(q.shape[-1]), "window_size": window, "enable_gqa": True}
+    window = (call.rule.window - 1 if call.rule.window else -1, 0)
+    how = {"scale": call.rule.factor(q.shape[-1]), "window_size": window, "enable_gqa": True}
 
     def kernel(*given: Any) -> Tensor:
         out: Tensor = varlen_attn(*given, **how)
         return out
 
-    return attend_at_once(kernel, q, k, v, documents=documents, causal=causal, first_query=first_query)
+    return attend_at_once(kernel, q, k, v, call.documents, call.first_query)
 
 
-def beyond_varlen(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **how: Any) -> str | None:
+def beyond_varlen(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> str | None:
     """The reason why :func:`varlen_documents` does not support a call; ``None`` if it does."""
-    return beyond_flash(q, k, v, **how) if sinks is None else "sinks"
+    return beyond_flash(q, k, v, call) if call.sinks is None else "sinks"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.attention import attention
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.tools.calibration.timing import seconds_of
@@ -72,10 +73,10 @@ def matmul_seconds(device: torch.device, limit: float, dtype: torch.dtype) -> li
 
 def attention_rate(device: torch.device, limit: float, dtype: torch.dtype) -> float:
     """FLOP/s of causal attention, forward and backward, by the count of ``tools/planning/time/compute.py``."""
-    rates = []
+    rates, call = [], AttentionCall(causal=True)
     for seq in (512, 2048, 4096):
         q, k, v = (torch.randn(seq, 1, 8, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-        work = _forward_and_backward(lambda q=q, k=k, v=v: attention(q, k, v, causal=True), (q, k, v))  # type: ignore[misc]
+        work = _forward_and_backward(lambda q=q, k=k, v=v: attention(q, k, v, call), (q, k, v))  # type: ignore[misc]
         took = seconds_of(work, device, limit)
         rates.append(3.5 * 2.0 * seq * seq * 8 * 64 / took)
         if took > LONGEST:

@@ -30,6 +30,7 @@ from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.activation import activation
 from lightning_megatron.ops.attention import attention_reference
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.rope import rope_reference
 from lightning_megatron.params import named_specs, spec_registry
 from lightning_megatron.testing.parity import differences, load_whole, whole_gradients
@@ -111,7 +112,7 @@ def plain_attention(p: Params, x: Tensor) -> Tensor:
     rows = F.linear(x, p["qkv.weight"], p["qkv.bias"]).view(S, B, GROUPS, HEADS // GROUPS + 2, D)
     q, k, v = rows[..., :-2, :].reshape(S, B, HEADS, D), rows[..., -2, :], rows[..., -1, :]
     angles = RotaryEmbedding(D).first(S, x.device, x.dtype)
-    out = attention_reference(rope_reference(q, *angles), rope_reference(k, *angles), v, causal=True)
+    out = attention_reference(rope_reference(q, *angles), rope_reference(k, *angles), v, AttentionCall(causal=True))
     return F.linear(out.flatten(2), p["out.weight"], p["out.bias"])
 
 

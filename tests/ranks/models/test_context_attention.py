@@ -23,9 +23,11 @@ from lightning_megatron.context_parallel.zigzag import gather_context, split_con
 from lightning_megatron.mesh import Axis, ParallelMesh
 from lightning_megatron.ops.attention import attention_reference
 from lightning_megatron.ops.blockwise_attention import FLASH, PartialKernels, flash_attention
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.testing.parity import differences
 
 B, D = 2, 8
+CAUSAL = AttentionCall(causal=True)
 
 
 class Case(NamedTuple):
@@ -36,8 +38,9 @@ class Case(NamedTuple):
     rule: ScoreRule = PLAIN
     seen: tuple[int, int] | None = None  # keys of each sample that are no padding
 
-    def key_mask(self) -> Tensor | None:
-        return None if self.seen is None else torch.arange(self.length) < torch.tensor(self.seen)[:, None]
+    def call(self) -> AttentionCall:
+        key_mask = None if self.seen is None else torch.arange(self.length) < torch.tensor(self.seen)[:, None]
+        return AttentionCall(causal=self.causal, rule=self.rule, key_mask=key_mask)
 
 
 CASES = {
@@ -69,11 +72,11 @@ def inputs(case: Case) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-def run(op: Any, leaves: list[Tensor], grad: Tensor, rule: ScoreRule = PLAIN) -> dict[str, Tensor]:
+def run(op: Any, leaves: list[Tensor], grad: Tensor, call: AttentionCall = CAUSAL) -> dict[str, Tensor]:
     """Output and gradients; those of sinks are summed over the ranks of an operation that runs on several."""
     leaves = [x.clone().requires_grad_() for x in leaves]
-    sinks = torch.linspace(-1, 1, leaves[0].shape[2]).to(leaves[0]).requires_grad_() if rule.has_sinks else None
-    out = op(*leaves, rule=rule, sinks=sinks)
+    sinks = torch.linspace(-1, 1, leaves[0].shape[2]).to(leaves[0]).requires_grad_() if call.rule.has_sinks else None
+    out = op(*leaves, call._replace(sinks=sinks))
     out.backward(grad)
     grads = {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True) if x.grad is not None}
     if sinks is not None:
@@ -87,13 +90,12 @@ def check_attention(comm_type: str, dtype: torch.dtype, rtol: float) -> dict[str
     wrong: dict[str, Any] = {}
     for name, case in CASES.items():
         *leaves, grad = (x.to(dtype) for x in inputs(case))
-        how: dict[str, Any] = {"causal": case.causal, "key_mask": case.key_mask()}
-        ours = partial(CONTEXT_ATTENTION[comm_type], axis=axis, **how)
+        ours = partial(CONTEXT_ATTENTION[comm_type], axis=axis)
         shards = [split_context(x, axis) for x in leaves]
-        found = run(ours, shards, split_context(grad, axis), case.rule)
+        found = run(ours, shards, split_context(grad, axis), case.call())
         assert {x.dtype for x in found.values()} == {dtype}
         *leaves, grad = (x.double() for x in inputs(case))
-        expected = run(partial(attention_reference, **how), leaves, grad, case.rule)
+        expected = run(attention_reference, leaves, grad, case.call())
         if "d_sinks" in found:
             own, whole = found.pop("d_sinks").double(), expected.pop("d_sinks")
             torch.distributed.all_reduce(own)
@@ -116,11 +118,11 @@ def check_flash(comm_type: str) -> dict[str, Any]:
     for name, case in CASES.items():
         if case.seen is None and not (case.rule.softcap or case.rule.slopes):
             *leaves, grad = (x.double() for x in inputs(case))
-            expected = run(partial(attention_reference, causal=case.causal), leaves, grad, case.rule)
-            ours = partial(CONTEXT_ATTENTION[comm_type], axis=axis, core=core, causal=case.causal)
+            expected = run(attention_reference, leaves, grad, case.call())
+            ours = partial(CONTEXT_ATTENTION[comm_type], axis=axis, core=core)
             shards = [split_context(x, axis) for x in leaves]
             with flash_on_cpu():
-                found = run(ours, shards, split_context(grad, axis), case.rule)
+                found = run(ours, shards, split_context(grad, axis), case.call())
             if "d_sinks" in found:
                 torch.distributed.all_reduce(found["d_sinks"])
             truth = {key: x if key == "d_sinks" else split_context(x, axis) for key, x in expected.items()}
@@ -128,7 +130,7 @@ def check_flash(comm_type: str) -> dict[str, Any]:
     return {name: faults for name, faults in wrong.items() if faults} or {"cases": len(wrong)}
 
 
-def kernels(given: PartialKernels, *_: Any, **__: Any) -> PartialKernels:
+def kernels(given: PartialKernels, *_: Any) -> PartialKernels:
     return given
 
 
@@ -144,9 +146,9 @@ def check_a_long_sequence(comm_type: str, length: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(2)
     *leaves, grad = (torch.randn(length, 1, 2, D, generator=generator) for _ in range(4))
     shards = [split_context(x, axis) for x in leaves]
-    found = run(partial(CONTEXT_ATTENTION[comm_type], axis=axis, causal=True), shards, split_context(grad, axis))
+    found = run(partial(CONTEXT_ATTENTION[comm_type], axis=axis), shards, split_context(grad, axis))
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+    def whole(q: Tensor, k: Tensor, v: Tensor, _: AttentionCall) -> Tensor:
         out = F.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in (q, k, v)), is_causal=True)
         return out.permute(2, 0, 1, 3)
 
@@ -167,7 +169,7 @@ def test_a_ring_of_odd_size(ranks):
 def check_odd() -> dict[str, str]:
     axis = cp_axis()
     *leaves, grad = (x.float() for x in inputs(Case(18, 4, 2)))
-    expected = run(partial(attention_reference, causal=True), leaves, grad)
+    expected = run(attention_reference, leaves, grad)
     found = run(
         partial(CONTEXT_ATTENTION["p2p"], axis=axis),
         [split_context(x, axis) for x in leaves],
@@ -200,7 +202,7 @@ def check_dropout(comm_type: str) -> list[float]:
     q, k = torch.randn(2, 64, 1, 4, 8, generator=torch.Generator().manual_seed(3))
     torch.manual_seed(axis.rank)
     shards = (split_context(x, axis) for x in (q, k, torch.ones_like(k)))
-    out = CONTEXT_ATTENTION[comm_type](*shards, axis, causal=False, dropout=0.25)
+    out = CONTEXT_ATTENTION[comm_type](*shards, AttentionCall(causal=False, dropout=0.25), axis)
     return out[..., 0].flatten().tolist()
 
 
@@ -216,7 +218,7 @@ def test_attention_weights_are_dropped_and_the_mean_is_kept(ranks, comm_type):
 def check_refusal() -> None:
     x = torch.zeros(4, 1, 1, 2)
     with pytest.raises(ValueError, match="cannot drop weights: use cp_comm_type='a2a' or 'all_gather'"):
-        CONTEXT_ATTENTION["p2p"](x, x, x, cp_axis(), dropout=0.1)
+        CONTEXT_ATTENTION["p2p"](x, x, x, AttentionCall(causal=True, dropout=0.1), cp_axis())
 
 
 def test_a_ring_refuses_dropout(ranks):

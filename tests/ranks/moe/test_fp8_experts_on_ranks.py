@@ -30,7 +30,7 @@ def two_steps(mesh: ParallelMesh) -> dict[str, Tensor]:
     single = MoELayer(CONFIG, ParallelMesh.single(), sequence_parallel=False)
     layer = MoELayer(CONFIG, mesh, sequence_parallel=mesh.tp.size > 1)
     load_whole(layer, {name: p.detach() for name, p in single.named_parameters()}, mesh)
-    selection, recipe = LINEAR_FP8.select("cpu")[1], Fp8Recipe(stochastic_rounding=False)
+    selection, recipe = LINEAR_FP8.choose("cpu"), Fp8Recipe(stochastic_rounding=False)
     linears = list(layer.experts.grouped_linears().values())
     products = [multiply_in_fp8(linear, REFERENCE_KERNELS, recipe, selection, multiple=1) for linear in linears]
     steps, out = Fp8Steps(linears, mesh), torch.empty(0)

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron import MixtralModule
-from lightning_megatron.documents import Documents, attend_documents
+from lightning_megatron.documents import Documents
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import KVCache
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.moe.layer import MoELayer
 from lightning_megatron.moe.tokens import RoutedTokens
-from lightning_megatron.ops.attention import attention, attention_reference
+from lightning_megatron.ops.attention import attention, attention_reference, documents_by_length
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.testing.parity import assert_same, differences
 from tests.families import RECURRENT, TINY, hf_files, hf_model, our_config, our_model, random_model, tokens_of
 from tests.tiny import tiny_llama
@@ -128,16 +129,15 @@ def test_attention_is_that_of_a_mask_which_is_never_made(rows: tuple[tuple[int, 
     packing = Packing(rows, 0)
     documents = Documents.of_segments(packing.batch(5)["segment_ids"])
     q, k, v = (torch.randn(9, len(rows), n, 4, generator=generator, requires_grad=True) for n in (4, 2, 2))
-    out = attend_documents(attention, q, k, v, documents=documents)
+    out = documents_by_length(attention, q, k, v, AttentionCall(causal=True, documents=documents))
     grad = torch.randn(out.shape, generator=generator)
     ours = torch.autograd.grad(out, (q, k, v), grad)
     expected = torch.zeros_like(out)
     for row in range(len(rows)):
         for first, end in packing.spans(row):
             part = [x[first:end, row : row + 1] for x in (q, k, v)]
-            expected = expected.index_put(
-                (torch.arange(first, end), torch.tensor(row)), attention_reference(*part, causal=True)[:, 0]
-            )
+            alone = attention_reference(*part, AttentionCall(causal=True))
+            expected = expected.index_put((torch.arange(first, end), torch.tensor(row)), alone[:, 0])
     torch.testing.assert_close(out, expected)
     if expected.requires_grad:
         for mine, theirs in zip(ours, torch.autograd.grad(expected, (q, k, v), grad), strict=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lightning_megatron.ops.blockwise_attention import (
     merge_partials_,
     row_dot,
 )
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.testing.parity import assert_same
 
 B, D = 2, 8
@@ -33,6 +35,10 @@ class Case(NamedTuple):
     causal: bool = True
     first_query: int = 0
     rule: ScoreRule = PLAIN
+
+    @property
+    def call(self) -> AttentionCall:
+        return AttentionCall(causal=self.causal, first_query=self.first_query, rule=self.rule)
 
 
 CASES = {
@@ -97,10 +103,8 @@ def truth(case: Case) -> dict[str, Tensor]:
 def test_output_log_sum_exp_and_gradients_are_exact_in_blocks_of_any_size(case, block_bytes):
     for dtype in (torch.float32, torch.bfloat16):
         q, k, v, grad = (x.to(dtype) for x in inputs(case))
-        how: dict[str, Any] = {"causal": case.causal, "first_query": case.first_query, "rule": case.rule}
-        how["block_bytes"] = block_bytes
-        out, lse = attention_forward(q, k, v, **how)
-        dq, dk, dv = attention_backward(grad, q, k, v, lse, row_dot(out, grad), **how)
+        out, lse = attention_forward(q, k, v, case.call, block_bytes=block_bytes)
+        dq, dk, dv = attention_backward(grad, q, k, v, lse, row_dot(out, grad), case.call, block_bytes=block_bytes)
         found = {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         assert {x.dtype for x in found.values()} == {torch.float32}
         # The inputs are the same numbers in both dtypes, and nothing is rounded to bf16 on the way.
@@ -112,7 +116,7 @@ def test_output_log_sum_exp_and_gradients_are_exact_in_blocks_of_any_size(case, 
 def test_the_function_with_gradients_rounds_only_results(case, dtype):
     q, k, v, grad = (x.to(dtype) for x in inputs(case))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = blockwise_attention(*leaves, causal=case.causal, first_query=case.first_query, rule=case.rule)
+    out = blockwise_attention(*leaves, case.call)
     out.backward(grad)
     grads = {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True) if x.grad is not None}
     found = {"out": out.detach(), **grads}
@@ -124,25 +128,25 @@ def test_the_function_with_gradients_rounds_only_results(case, dtype):
 
 def test_it_equals_the_op_that_one_rank_uses():
     q, k, v = (x.float() for x in inputs(Case(16, 16, heads=4, groups=2))[:3])
-    assert_same({"out": blockwise_attention(q, k, v, causal=True)}, {"out": attention(q, k, v, causal=True)})
+    call = AttentionCall(causal=True)
+    assert_same({"out": blockwise_attention(q, k, v, call)}, {"out": attention(q, k, v, call)})
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_op_in_plain_torch_and_the_one_for_a_cpu_are_of_the_same_definition(case):
     q, k, v = (x.float() for x in inputs(case)[:3])
-    how = {"causal": case.causal, "first_query": case.first_query, "rule": case.rule}
     for op in (attention, attention_reference):
-        assert_same({"out": op(q, k, v, **how)}, {"out": truth(case)["out"]}, rtol=2e-6)
+        assert_same({"out": op(q, k, v, case.call)}, {"out": truth(case)["out"]}, rtol=2e-6)
 
 
 def test_rules_that_no_kernel_knows_are_computed_block_by_block_and_told():
     q, k, v = torch.randn(3, 40, 1, 2, D)
     choice = ATTENTION.choose("cpu")
-    choice.run(q, k, v, causal=True, rule=ScoreRule(window=40))
+    choice.run(q, k, v, AttentionCall(causal=True, rule=ScoreRule(window=40)))
     assert choice.fallbacks == {}
-    choice.run(q, k, v, causal=True, rule=ScoreRule(window=39, softcap=50.0))
-    choice.run(q, k, v, causal=True, rule=ScoreRule(window=39), dropout=0.1)
-    choice.run(q, k, v, causal=True, rule=ScoreRule(slopes=(0.5, 0.25)))
+    choice.run(q, k, v, AttentionCall(causal=True, rule=ScoreRule(window=39, softcap=50.0)))
+    choice.run(q, k, v, AttentionCall(causal=True, rule=ScoreRule(window=39), dropout=0.1))
+    choice.run(q, k, v, AttentionCall(causal=True, rule=ScoreRule(slopes=(0.5, 0.25))))
     told = {"scores capped at 50, a window of 39": "block by block", "a window of 39": "block by block"}
     assert choice.fallbacks == told | {"dropout of weights": "reference", "ALiBi": "block by block"}
 
@@ -154,15 +158,15 @@ def test_sinks_take_a_share_of_the_weights_and_learn():
 
     def run(op, dtype):
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, sinks)]
-        out = op(*leaves[:3], causal=True, rule=rule, sinks=leaves[3])
+        out = op(*leaves[:3], AttentionCall(causal=True, rule=rule, sinks=leaves[3]))
         grads = torch.autograd.grad(out, leaves, grad.to(dtype))
         return {"out": out.detach(), **dict(zip(("dq", "dk", "dv", "d_sinks"), grads, strict=True))}
 
-    def by_hand(q, k, v, *, causal, rule, sinks):
+    def by_hand(q, k, v, call):
         scores = torch.einsum("sbnd,tbnd->sbnt", q, k.repeat_interleave(3, 2)) / math.sqrt(D)
         distance = torch.arange(9)[:, None] - torch.arange(9)
         exps = scores.exp() * ((distance >= 0) & (distance < rule.window))[:, None, None]
-        weights = exps / (exps.sum(-1, keepdim=True) + sinks.exp()[:, None])
+        weights = exps / (exps.sum(-1, keepdim=True) + call.sinks.exp()[:, None])
         return torch.einsum("sbnt,tbnd->sbnd", weights, v.repeat_interleave(3, 2))
 
     expected = run(by_hand, torch.float64)
@@ -177,12 +181,12 @@ def test_chunks_of_keys_before_the_queries_merge_by_their_distance():
     q, k, v, grad = (x.float() for x in inputs(case))
     cuts = [slice(0, 4), slice(8, 12), slice(4, 8)]
     whole = PartialAttention.nothing(q, v.shape[-1])
-    how: dict[str, Any] = {"causal": True, "rule": case.rule}
+    call = AttentionCall(causal=True, rule=case.rule)
     for cut in cuts:
-        merge_partials_(whole, attention_forward(q, k[cut], v[cut], first_query=8 - cut.start, **how))
+        merge_partials_(whole, attention_forward(q, k[cut], v[cut], call._replace(first_query=8 - cut.start)))
     delta = row_dot(whole.out, grad)
     grads = [
-        attention_backward(grad, q, k[cut], v[cut], whole.lse, delta, first_query=8 - cut.start, **how)
+        attention_backward(grad, q, k[cut], v[cut], whole.lse, delta, call._replace(first_query=8 - cut.start))
         for cut in sorted(cuts, key=lambda cut: cut.start)
     ]
     dk, dv = (torch.cat([part[i] for part in grads]) for i in (1, 2))
@@ -193,13 +197,13 @@ def test_pieces_of_the_keys_merge_to_all_of_them_and_their_gradients_add_up():
     case = Case(6, 12, heads=4, groups=2, causal=False)
     q, k, v, grad = (x.float() for x in inputs(case))
     cuts = [slice(0, 5), slice(5, 6), slice(6, 12)]
-    parts = [attention_forward(q, k[cut], v[cut], causal=False) for cut in cuts]
+    parts = [attention_forward(q, k[cut], v[cut], AttentionCall(causal=False)) for cut in cuts]
     for order in ([0, 1, 2], [2, 0, 1]):
         whole, *rest = (PartialAttention(*(x.clone() for x in parts[i])) for i in order)
         for part in rest:
             merge_partials_(whole, part)
         delta = row_dot(whole.out, grad)
-        grads = [attention_backward(grad, q, k[c], v[c], whole.lse, delta, causal=False) for c in cuts]
+        grads = [attention_backward(grad, q, k[c], v[c], whole.lse, delta, AttentionCall(causal=False)) for c in cuts]
         dk, dv = (torch.cat([part[i] for part in grads]) for i in (1, 2))
         found = {**whole._asdict(), "dq": sum(part[0] for part in grads), "dk": dk, "dv": dv}
         assert_same(found, truth(case), rtol=2e-6)
@@ -213,7 +217,7 @@ def test_hidden_keys_take_no_weight_and_get_no_gradient(causal: bool) -> None:
     found, expected = [], []
     for op, results in ((blockwise_attention, found), (attention_reference, expected)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = op(*leaves, causal=causal, key_mask=mask)
+        out = op(*leaves, AttentionCall(causal=causal, key_mask=mask))
         out.backward(grad)
         results += [out.detach(), *(x.grad for x in leaves)]
     for ours, theirs in zip(found, expected, strict=True):
@@ -234,7 +238,7 @@ def test_gradients_by_finite_differences():
     leaves = [x.double().requires_grad_() for x in inputs(case)[:3]]
     for rule in (PLAIN, ScoreRule(0.9, 2.0, 2), ScoreRule(softcap=2.0, slopes=(0.5, 0.3))):
         assert torch.autograd.gradcheck(
-            lambda q, k, v, rule=rule: blockwise_attention(q, k, v, causal=True, first_query=2, rule=rule), leaves
+            partial(blockwise_attention, call=AttentionCall(causal=True, first_query=2, rule=rule)), leaves
         )
 
 
@@ -266,7 +270,7 @@ def test_a_window_computes_little_more_than_its_scores():
             return func(*args, **kwargs or {})
 
     with Counted():
-        attention_forward(q, k, v, causal=True, rule=ScoreRule(window=window))
+        attention_forward(q, k, v, AttentionCall(causal=True, rule=ScoreRule(window=window)))
     assert products <= 2 * 4 * length * (window + 64)
 
 
@@ -274,6 +278,6 @@ def test_scores_never_exist_whole():
     length = 512
     q, k, v = (torch.randn(length, 1, 1, 4) for _ in range(3))
     with Largest() as seen:
-        out, lse = attention_forward(q, k, v, causal=True, block_bytes=1 << 14)
-        attention_backward(out, q, k, v, lse, row_dot(out, out), causal=True, block_bytes=1 << 14)
+        out, lse = attention_forward(q, k, v, AttentionCall(causal=True), block_bytes=1 << 14)
+        attention_backward(out, q, k, v, lse, row_dot(out, out), AttentionCall(causal=True), block_bytes=1 << 14)
     assert seen.elements <= (1 << 14) // 4 < length * length

@@ -12,6 +12,7 @@ from lightning_megatron.device import adds_products
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.presets import configuration
 from lightning_megatron.ops.adamw import adamw_torch
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.grouped_linear import grouped_in_place, grouped_product
 from lightning_megatron.ops.norm import layer_norm, rms_norm_torch
 from lightning_megatron.ops.registry import SELECTABLE, Ops, choices_of
@@ -31,7 +32,7 @@ CUDA = {
 
 def test_choices_on_cuda_are_those_of_the_table() -> None:
     ops = Ops("cuda")
-    found = {name: each.select("cuda", ops.mode(name))[1].implementation for name, each in SELECTABLE.items()}
+    found = {name: each.choose("cuda", ops.mode(name)).implementation for name, each in SELECTABLE.items()}
     assert found == CUDA
 
 
@@ -41,7 +42,7 @@ def test_functions_on_cuda_are_torchs_kernels() -> None:
     assert ops.choose("rms_norm").run is rms_norm_torch
     assert ops.choose("layer_norm").run is layer_norm
     assert ops.choose("rope").run is rope_torch
-    assert ops.choose_adamw()[0] is adamw_torch
+    assert ops.choose("adamw").run is adamw_torch
     for name in ("attention", "rms_norm", "layer_norm", "adamw"):
         assert Ops("cuda", {name: "require"}).problems() == []
     for name in ("rope", "mixture_of_experts", "linear_fp8"):
@@ -73,7 +74,7 @@ def test_attention_on_cuda_gives_torch_what_its_flash_kernel_takes(monkeypatch: 
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     q, k = torch.zeros(16, 2, 8, 64, dtype=torch.float16), torch.zeros(16, 2, 4, 64, dtype=torch.float16)
-    Ops("cuda").choose("attention").run(q, k, k, causal=True)
+    Ops("cuda").choose("attention").run(q, k, k, AttentionCall(causal=True))
     assert seen == [{"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "enable_gqa": True}]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.context_parallel.attention import core_attention
 from lightning_megatron.mesh import Axis
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash import kernel_order
 from lightning_megatron.ops.flash.kernel_order import kernels_for
 from lightning_megatron.ops.registry import Ops
@@ -92,14 +92,14 @@ def test_calls_with_a_mask_or_a_bias_run_without_cudnn(monkeypatch: pytest.Monke
     monkeypatch.setattr(F, "scaled_dot_product_attention", look)
     x = torch.empty(16, 2, 4, 64, dtype=torch.float16)
     mask, bias = torch.ones(2, 16, dtype=torch.bool), x.new_empty(1, 4, 16, 16)
-    calls: list[tuple[dict[str, Any], set[str]]] = [
-        ({"causal": False, "key_mask": mask}, ALL - {"cudnn"}),
-        ({"causal": True, "key_mask": mask}, ALL - {"cudnn"}),
-        ({"causal": False, "bias": bias, "rule": ScoreRule(1.0)}, ALL - {"cudnn"}),
-        ({"causal": True}, ALL),
+    calls = [
+        (AttentionCall(causal=False, key_mask=mask), ALL - {"cudnn"}),
+        (AttentionCall(causal=True, key_mask=mask), ALL - {"cudnn"}),
+        (AttentionCall(causal=False, bias=bias, rule=ScoreRule(1.0)), ALL - {"cudnn"}),
+        (AttentionCall(causal=True), ALL),
     ]
-    for how, _ in calls:
-        Ops("cuda").choose("attention").run(x, x, x, **how)
+    for call, _ in calls:
+        Ops("cuda").choose("attention").run(x, x, x, call)
     assert seen == [expected for _, expected in calls]
 
 

@@ -19,9 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
-from lightning_megatron.documents import Documents, attend_documents
+from lightning_megatron.documents import Documents
 from lightning_megatron.ops import attention as ops
-from lightning_megatron.ops.attention import attention_reference, document_attention
+from lightning_megatron.ops.attention import attention_reference, document_attention, documents_by_length
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.flash import kernel_order
 from lightning_megatron.ops.flash.varlen_attention import lacks_varlen, varlen_documents
 from lightning_megatron.ops.registry import Ops
@@ -43,7 +44,8 @@ def results(op: Any, first_query: int, rule: ScoreRule) -> dict[str, Tensor]:
     shapes = [(12, 2, heads, 8) for heads in (6, 2, 2, 6)]
     *leaves, grad = (torch.randn(shape, generator=draw).double() for shape in shapes)
     leaves = [x.requires_grad_() for x in leaves]
-    out = op(leaves[0][first_query:], *leaves[1:], documents=DOCUMENTS, first_query=first_query, rule=rule)
+    call = AttentionCall(causal=True, documents=DOCUMENTS, first_query=first_query, rule=rule)
+    out = op(leaves[0][first_query:], *leaves[1:], call)
     out.backward(grad[first_query:])
     return {"out": out.detach()} | {name: x.grad for name, x in zip("qkv", leaves, strict=True) if x.grad is not None}
 
@@ -53,7 +55,7 @@ def results(op: Any, first_query: int, rule: ScoreRule) -> dict[str, Tensor]:
 @pytest.mark.parametrize("first_query", [0, 4])
 def test_one_call_gives_output_and_gradients_of_a_call_for_each_length(first_query: int, rule: ScoreRule) -> None:
     found = results(varlen_documents, first_query, rule)
-    assert_same(found, results(partial(attend_documents, attention_reference), first_query, rule), rtol=1e-6)
+    assert_same(found, results(partial(documents_by_length, attention_reference), first_query, rule), rtol=1e-6)
 
 
 class Calls(TorchDispatchMode):
@@ -79,11 +81,11 @@ def test_twenty_lengths_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = Ops("cuda").choose("attention")
     attend = document_attention(choice, "cuda", "auto")
     with Calls() as calls:
-        attend(x, x, x, documents=documents, causal=True).sum().backward()
+        attend(x, x, x, AttentionCall(documents=documents, causal=True)).sum().backward()
     assert sum(count for name, count in calls.found.items() if name.startswith("torch_attn")) == 2
     assert choice.fallbacks == {"packed documents": "varlen_attn"}
     wide = x.detach().float()
-    attend(wide, wide, wide, documents=documents, causal=True)
+    attend(wide, wide, wide, AttentionCall(documents=documents, causal=True))
     assert choice.fallbacks["torch.float32"] == "a call for each length"
 
 
@@ -101,6 +103,6 @@ def test_a_call_for_each_length_leaves_cudnn_out(monkeypatch: pytest.MonkeyPatch
     for mode in ("auto", "off"):
         attend = document_attention(Ops("cuda").choose("attention"), "cuda", mode)
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]):
-            attend(x, x, x, documents=DOCUMENTS, causal=True)
+            attend(x, x, x, AttentionCall(documents=DOCUMENTS, causal=True))
     assert seen == [False] * len(seen)
     assert len(seen) == 8  # a call for each of four lengths

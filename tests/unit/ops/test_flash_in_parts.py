@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_megatron.config.score_rule import PLAIN, ScoreRule
 from lightning_megatron.ops.attention import ATTENTION, IN_PARTS, attention_reference
 from lightning_megatron.ops.blockwise_attention import FLASH, PARTS, blockwise_attention, flash_attention
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.registry import Ops
 from lightning_megatron.testing.parity import assert_same
 
@@ -62,8 +63,8 @@ def results(op: Any, case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     *leaves, grad = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
     leaves = [x.requires_grad_() for x in leaves]
     sinks = leaves[3] if case.rule.has_sinks else None
-    how: dict[str, Any] = {"causal": case.causal, "first_query": case.first_query, "rule": case.rule, "sinks": sinks}
-    out = op(*leaves[:3], **how)
+    call = AttentionCall(causal=case.causal, first_query=case.first_query, rule=case.rule, sinks=sinks)
+    out = op(*leaves[:3], call)
     out.backward(grad)
     return {"out": out.detach()} | {str(i): x.grad for i, x in enumerate(leaves) if x.grad is not None}
 
@@ -88,14 +89,14 @@ def test_cuda_takes_flash_for_windows_sinks_scales_and_later_queries(monkeypatch
     x = torch.randn(16, 1, 2, 8, dtype=torch.bfloat16)
     choice = Ops("cuda").choose("attention")
     for rule in (ScoreRule(window=4), ScoreRule(0.3), ScoreRule(has_sinks=True)):
-        choice.run(x, x, x, causal=True, rule=rule, sinks=torch.zeros(2) if rule.has_sinks else None)
-    choice.run(x[8:], x, x, causal=True, first_query=8)
+        choice.run(x, x, x, AttentionCall(causal=True, rule=rule, sinks=torch.zeros(2) if rule.has_sinks else None))
+    choice.run(x[8:], x, x, AttentionCall(causal=True, first_query=8))
     told = {"a window of 4", "scores times 0.3", "sinks", "queries that begin later than the keys"}
     assert choice.fallbacks == dict.fromkeys(told, "flash with its log-sum-exp")
-    choice.run(x, x, x, causal=True, rule=ScoreRule(softcap=5.0))
+    choice.run(x, x, x, AttentionCall(causal=True, rule=ScoreRule(softcap=5.0)))
     assert choice.fallbacks["scores capped at 5"] == "block by block"
     wide = Ops("cuda").choose("attention")
-    wide.run(x.float(), x.float(), x.float(), causal=True, rule=ScoreRule(window=4))
+    wide.run(x.float(), x.float(), x.float(), AttentionCall(causal=True, rule=ScoreRule(window=4)))
     assert wide.fallbacks["a window of 4"] == "block by block"
 
 
@@ -103,12 +104,12 @@ def test_parts_on_cuda_are_merged_from_flash_where_the_call_allows_it(monkeypatc
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: True)
     x = torch.randn(16, 1, 2, 8, dtype=torch.bfloat16)
     choice = PARTS.choose("cuda")
-    assert choice.run(x, x, x, causal=True) is FLASH
+    assert choice.run(x, x, x, AttentionCall(causal=True)) is FLASH
     assert choice.fallbacks == {}
-    assert choice.run(x, x, x, causal=False, key_mask=torch.ones(1, 16, dtype=torch.bool)) is not FLASH
+    assert choice.run(x, x, x, AttentionCall(causal=False, key_mask=torch.ones(1, 16, dtype=torch.bool))) is not FLASH
     assert choice.fallbacks == {"padding among the keys": "block by block"}
     gathered = IN_PARTS.choose("cuda")
-    gathered.run(x[8:], x, x, causal=True, first_query=8)
+    gathered.run(x[8:], x, x, AttentionCall(causal=True, first_query=8))
     assert gathered.fallbacks == {}
 
 
@@ -116,5 +117,5 @@ def test_a_kernel_that_the_card_lacks_or_the_user_has_switched_off_is_not_taken(
     x = torch.randn(16, 1, 2, 8, dtype=torch.bfloat16)
     assert ATTENTION.name == PARTS.name == IN_PARTS.name == "attention"
     choice = PARTS.choose("cuda")
-    assert choice.run(x, x, x, causal=True) is not FLASH  # this is a CPU
+    assert choice.run(x, x, x, AttentionCall(causal=True)) is not FLASH  # this is a CPU
     assert choice.fallbacks == {"torch's flash kernel is not available": "block by block"}

@@ -44,7 +44,7 @@ def layer(
     linear = kind(32, 48, bias=True)
     nn.init.normal_(linear.bias)
     options = {"stochastic_rounding": False, **recipe}
-    products = multiply_in_fp8(linear, kernels, Fp8Recipe(**options), LINEAR_FP8.select("cpu")[1])
+    products = multiply_in_fp8(linear, kernels, Fp8Recipe(**options), LINEAR_FP8.choose("cpu"))
     return linear, products, Fp8Steps([linear], ParallelMesh.single())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from lightning_megatron.layers.fp8_linear import Fp8Gemms, Fp8Steps, multiply_in
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.moe.layer import MoELayer
-from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Kernels, Fp8Recipe
-from lightning_megatron.ops.implementation import Selection
+from lightning_megatron.ops.fp8 import LINEAR_FP8, REFERENCE_KERNELS, Fp8Recipe
+from lightning_megatron.ops.implementation import Op, OpChoice
 from lightning_megatron.ops.registry import Ops, choices_of
 from lightning_megatron.params import spec_registry
 from lightning_megatron.testing.parity import assert_same
@@ -32,7 +33,7 @@ CONFIG = TransformerConfig(
 
 def gemms(**options: Any) -> Fp8Gemms:
     recipe = Fp8Recipe(stochastic_rounding=False, **options)
-    return Fp8Gemms(REFERENCE_KERNELS, recipe, LINEAR_FP8.select("cpu")[1], multiple=1)
+    return Fp8Gemms(REFERENCE_KERNELS, recipe, LINEAR_FP8.choose("cpu"), multiple=1)
 
 
 def product(x: Tensor, weight: Tensor, counts: Sequence[int], dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +85,7 @@ def test_a_checkpoint_loads_into_a_run_with_and_without_fp8(tmp_path: Path) -> N
             torch.manual_seed(seed)
             layers.append(MoELayer(CONFIG, mesh, sequence_parallel=False))
             for linear in layers[-1].experts.grouped_linears().values() if fp8 else ():
-                products = multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(), LINEAR_FP8.select("cpu")[1])
+                products = multiply_in_fp8(linear, REFERENCE_KERNELS, Fp8Recipe(), LINEAR_FP8.choose("cpu"))
                 products.amax_history.fill_(float(seed))
         first, second = (torch.nn.ModuleDict({"experts_of": layer}) for layer in layers)
         states = [model_state(local_tensors(model), spec_registry(model), mesh) for model in (first, second)]
@@ -97,8 +98,9 @@ def test_a_checkpoint_loads_into_a_run_with_and_without_fp8(tmp_path: Path) -> N
 
 
 class WithKernels(Ops):
-    def choose_fp8(self) -> tuple[Fp8Kernels | None, Selection]:
-        return REFERENCE_KERNELS, LINEAR_FP8.select("cpu")[1]
+    def choose(self, op: str | Op[Any], unless: str | None = None) -> OpChoice[Any]:
+        choice = super().choose(op, unless)
+        return replace(choice, run=REFERENCE_KERNELS) if choice.op == "linear_fp8" else choice
 
 
 def losses(recipe: Fp8Recipe | None, **options: Any) -> tuple[list[float], Mapping[str, Any]]:
@@ -150,7 +152,7 @@ def test_a_model_trains_in_fp8_near_fp32_and_says_where(way: str) -> None:
 def test_an_excluded_product_stays_as_it_is() -> None:
     layer = MoELayer(CONFIG, ParallelMesh.single(), sequence_parallel=False)
     fc1 = layer.experts.grouped_linears()["fc1"]
-    multiply_in_fp8(fc1, REFERENCE_KERNELS, Fp8Recipe(), LINEAR_FP8.select("cpu")[1], multiple=1)
+    multiply_in_fp8(fc1, REFERENCE_KERNELS, Fp8Recipe(), LINEAR_FP8.choose("cpu"), multiple=1)
     assert list(layer.experts.products) == ["fc1"]
     steps = Fp8Steps([fc1], ParallelMesh.single())
     layer(torch.randn(8, 2, 32))[0].sum().backward()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, library, nn
 
 from lightning_megatron.ops.attention import attention_cpu
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.cpu import graph_operators, onednn
 from lightning_megatron.ops.matmul import linear
 from lightning_megatron.testing.parity import assert_same
@@ -71,7 +72,7 @@ def test_a_product_by_onednn_is_an_operator_as_torch_defines_it(bias: int | None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_in_a_graph_has_the_bits_of_eager_mode(dtype: torch.dtype, causal: bool) -> None:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention_cpu(q, k, v, causal=causal, first_query=5 if causal else 0)
+        return attention_cpu(q, k, v, AttentionCall(causal=causal, first_query=5 if causal else 0))
 
     tensors, operators = operands("grouped heads", dtype, keys=45), []
     dy = random(40, 2, 4, 8, dtype=dtype)

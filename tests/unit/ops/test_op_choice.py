@@ -18,6 +18,7 @@ from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.ops.adamw import adamw_reference, adamw_torch
 from lightning_megatron.ops.attention import ATTENTION, attention_reference
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.implementation import Implementation, Op
 from lightning_megatron.ops.norm import rms_norm, rms_norm_cpu, rms_norm_reference
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops, choices_of, parse_op_modes
@@ -127,13 +128,13 @@ def test_every_op_is_a_function_of_tensors_and_the_optimizer_is_chosen_beside_th
     for name, op in OPS.items():
         assert str(inspect.signature(op.reference).return_annotation) in ("Tensor", "tuple[Tensor, Tensor]"), name
     assert set(SELECTABLE) - set(OPS) == {"adamw", "linear_fp8"}
-    make_adamw, selection = Ops("cpu").choose_adamw()
-    assert (make_adamw, selection.implementation) == (adamw_torch, "torch's fused AdamW")
+    choice = Ops("cpu").choose("adamw")
+    assert (choice.run, choice.implementation) == (adamw_torch, "torch's fused AdamW")
     for ops in (Ops(), Ops("cpu", "adamw=off")):
-        make_adamw, selection = ops.choose_adamw()
-        assert (make_adamw, selection.implementation) == (adamw_reference, "reference")
+        choice = ops.choose("adamw")
+        assert (choice.run, choice.implementation) == (adamw_reference, "reference")
     with pytest.raises(ConfigError, match=r"adamw=require.*of this module"):
-        Ops("cpu", "adamw=require").choose_adamw("of this module")
+        Ops("cpu", "adamw=require").choose("adamw", "of this module")
 
 
 def gradients(ops: Ops, config: TransformerConfig = TINY) -> dict[str, Tensor]:
@@ -193,9 +194,10 @@ def test_a_model_with_its_choices_can_be_copied_and_sent():
 def test_the_reference_of_attention_drops_weights():
     q = torch.randn(5, 1, 2, 4)
     torch.manual_seed(0)
-    outs = torch.stack([attention_reference(q, q, q, causal=True, dropout=0.3) for _ in range(3000)])
+    call = AttentionCall(causal=True)
+    outs = torch.stack([attention_reference(q, q, q, call._replace(dropout=0.3)) for _ in range(3000)])
     assert not torch.equal(outs[0], outs[1])
-    assert (outs.mean(0) - attention_reference(q, q, q, causal=True)).abs().max() < 0.15  # 5 deviations of the mean
+    assert (outs.mean(0) - attention_reference(q, q, q, call)).abs().max() < 0.15  # 5 deviations of the mean
     assert ATTENTION.choose("cpu", "off").run is attention_reference
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_megatron.context_parallel import ring
 from lightning_megatron.mesh import Axis
 from lightning_megatron.ops.blockwise_attention import FLASH
+from lightning_megatron.ops.core.attention_call import AttentionCall
 
 TOKENS, RANKS, HEADS, GROUPS, FEATURES = 32_768, 8, 32, 8, 128
 
@@ -32,7 +33,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, rank: int, **how: Any) -> tuple[i
     """Operators of a ring's forward and backward on one of its ranks, without messages."""
     monkeypatch.setattr(ring, "start_rotation", lambda x, axis: SimpleNamespace(wait=lambda: torch.empty_like(x)))
     with Kernels() as forward:
-        out = ring.ring_attention(*layer(), Axis("cp", RANKS, rank), **how)
+        out = ring.ring_attention(*layer(), AttentionCall(causal=True), Axis("cp", RANKS, rank), **how)
     grad = torch.empty_like(out)
     with Kernels() as backward:
         out.backward(grad)
@@ -52,6 +53,6 @@ def test_blocks_of_a_ring_are_large_where_each_operator_starts_a_kernel(
 @pytest.mark.parametrize("rank", [0, RANKS // 2, RANKS - 1])
 def test_a_ring_of_flash_kernels_starts_few_more_than_these(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Eight kernels each way are attention itself; the others merge outputs and add gradients."""
-    forward, backward = operators(monkeypatch, rank, core=lambda *_, **__: FLASH)
+    forward, backward = operators(monkeypatch, rank, core=lambda *_: FLASH)
     assert forward <= 60
     assert backward <= 100

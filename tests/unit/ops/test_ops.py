@@ -20,6 +20,7 @@ from lightning_megatron.config.rope_scaling import DynamicScaling, LinearScaling
 from lightning_megatron.layers.rotary import RotaryEmbedding
 from lightning_megatron.ops.activation import gelu_tanh, swiglu, swiglu_clamped
 from lightning_megatron.ops.attention import attention, attention_reference
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.dropout import dropout
 from lightning_megatron.ops.grouped_linear import grouped_in_place, grouped_linear, grouped_product
 from lightning_megatron.ops.norm import layer_norm, rms_norm, rms_norm_reference
@@ -59,16 +60,16 @@ def swiglu_clamped_reference(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def causal(op: Op) -> Op:
-    return lambda q, k, v: op(q, k, v, causal=True)
+    return lambda q, k, v: op(q, k, v, AttentionCall(causal=True))
 
 
 def not_causal(op: Op) -> Op:
-    return lambda q, k, v: op(q, k, v, causal=False)
+    return lambda q, k, v: op(q, k, v, AttentionCall(causal=False))
 
 
-def hardly_dropping(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+def hardly_dropping(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """Attention in the way it is computed with dropout."""
-    return attention(q, k, v, causal=causal, dropout=1e-9)
+    return attention(q, k, v, call._replace(dropout=1e-9))
 
 
 def at_positions(op: Op) -> Op:
@@ -119,18 +120,18 @@ def test_references_hold_in_bf16_too(name):
 @pytest.mark.parametrize("queries", [1, 2, 5])
 def test_queries_that_begin_later_see_what_they_would_have_seen_in_the_whole(queries):
     q, k, v = random(S, B, N, D), random(S, B, G, D, seed=1), random(S, B, G, D, seed=2)
-    whole = attention(q, k, v, causal=True)
+    whole = attention(q, k, v, AttentionCall(causal=True))
     for op in (attention, attention_reference):
-        last = op(q[-queries:], k, v, causal=True, first_query=S - queries)
+        last = op(q[-queries:], k, v, AttentionCall(causal=True, first_query=S - queries))
         assert_same({"out": last}, {"out": whole[-queries:]})
 
 
 def test_attention_dropout_keeps_the_mean_and_drops_something():
     q, k, v = (random(S, B, N, D, seed=i) for i in range(3))
     torch.manual_seed(0)
-    dropped = torch.stack([attention(q, k, v, causal=True, dropout=0.2) for _ in range(200)])
+    dropped = torch.stack([attention(q, k, v, AttentionCall(causal=True, dropout=0.2)) for _ in range(200)])
     assert not torch.equal(dropped[0], dropped[1])
-    assert dropped.mean(0).sub(attention(q, k, v, causal=True)).abs().mean().item() < 0.05
+    assert dropped.mean(0).sub(attention(q, k, v, AttentionCall(causal=True))).abs().mean().item() < 0.05
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

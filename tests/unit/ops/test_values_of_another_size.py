@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +11,22 @@ from torch import Tensor
 from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.ops.attention import attention_cpu, attention_reference, attention_torch
 from lightning_megatron.ops.blockwise_attention import blockwise_attention
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.cpu.attention_blocks import attention_blocks
 
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "torch": attention_torch,
     "cpu": attention_cpu,
-    "blocks of queries": attention_blocks,
+    "blocks of queries": lambda q, k, v, call: attention_blocks(q, k, v, call.first_query),
     "block by block": blockwise_attention,
 }
 
 
-def results(attend: Callable[..., Tensor], shapes: list[tuple[int, ...]], **how: Any) -> list[Tensor]:
+def results(attend: Callable[..., Tensor], shapes: list[tuple[int, ...]], call: AttentionCall) -> list[Tensor]:
     """Output and gradients."""
     generator = torch.Generator().manual_seed(0)
     operands = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    out = attend(*operands, **how)
+    out = attend(*operands, call)
     out.backward(torch.randn(out.shape, generator=generator))
     return [out, *(operand.grad for operand in operands if operand.grad is not None)]
 
@@ -39,9 +39,9 @@ def test_every_implementation_equals_the_definition(
     kernel: str, features: int, groups: int, queries: int, first: int
 ) -> None:
     shapes = [(queries, 2, 4, 12), (48, 2, groups, 12), (48, 2, groups, features)]
-    how = {"causal": True, "first_query": first}
+    call = AttentionCall(causal=True, first_query=first)
     for found, expected in zip(
-        results(KERNELS[kernel], shapes, **how), results(attention_reference, shapes, **how), strict=True
+        results(KERNELS[kernel], shapes, call), results(attention_reference, shapes, call), strict=True
     ):
         assert found.shape == expected.shape
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -51,8 +51,8 @@ def test_every_implementation_equals_the_definition(
 def test_rules_of_scores_too(rule: ScoreRule) -> None:
     shapes = [(33, 1, 4, 12), (33, 1, 2, 12), (33, 1, 2, 5)]
     for found, expected in zip(
-        results(blockwise_attention, shapes, causal=True, rule=rule),
-        results(attention_reference, shapes, causal=True, rule=rule),
+        results(blockwise_attention, shapes, AttentionCall(causal=True, rule=rule)),
+        results(attention_reference, shapes, AttentionCall(causal=True, rule=rule)),
         strict=True,
     ):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
@@ -69,5 +69,5 @@ def test_no_scores_are_kept_for_the_backward(dtype: torch.dtype) -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(look, lambda x: x):
-        attention_torch(q, k, v, causal=True)
+        attention_torch(q, k, v, AttentionCall(causal=True))
     assert max(kept) <= q.numel() < 64 * 64 * 2

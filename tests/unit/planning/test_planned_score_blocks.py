@@ -12,6 +12,7 @@ from lightning_megatron.config.layout import ParallelLayout
 from lightning_megatron.config.score_rule import ScoreRule
 from lightning_megatron.config.transformer import TransformerConfig
 from lightning_megatron.ops.blockwise_attention import attention_forward
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.tools.planning.core.job import PlannedJob
 from lightning_megatron.tools.planning.memory.core_attention import core_of
 from lightning_megatron.tools.planning.memory.shapes import ACCELERATOR, ADDING, HOST, Kernels, shapes_of
@@ -36,7 +37,7 @@ def block_of_the_op(length: int) -> int:
     """Bytes of the largest block of scores, on tensors of an accelerator without memory."""
     q, k, v = (torch.empty(length, 1, HEADS, FEATURES, device="meta") for _ in range(3))
     with Largest() as largest:
-        attention_forward(q, k, v, causal=True, rule=ScoreRule(softcap=50.0))
+        attention_forward(q, k, v, AttentionCall(causal=True, rule=ScoreRule(softcap=50.0)))
     return largest.size
 
 

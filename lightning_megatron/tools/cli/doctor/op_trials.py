@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.ops.activation import swiglu
 from lightning_megatron.ops.adamw import adamw_reference
+from lightning_megatron.ops.core.attention_call import AttentionCall
 from lightning_megatron.ops.fp8 import E4M3, E5M2, MULTIPLE, Fp8Kernels, largest_magnitude, scale_for
-from lightning_megatron.ops.implementation import REFERENCE, Function, OpChoice, Selection
+from lightning_megatron.ops.implementation import REFERENCE, Function
 from lightning_megatron.ops.registry import OPS, SELECTABLE, Ops
 
 HIDDEN, HEADS, GROUPS, HEAD = 4096, 32, 8, 128
@@ -39,7 +40,7 @@ class _Case:
 
 
 def _attention(op: Function, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out: Tensor = op(q, k, v, causal=True)
+    out: Tensor = op(q, k, v, AttentionCall(causal=True))
     return out
 
 
@@ -107,17 +108,17 @@ def try_op(name: str, device: torch.device, tokens: int) -> tuple[str, str, bool
     op, _, dtype = name.partition(" ")
     op, _, mode = op.partition("=")
     ops = Ops(device.type, {op: mode or "auto"})
-    make, choice = _choose(ops, op)
+    choice = ops.choose(op)
     if choice.implementation == REFERENCE:
         return f"the reference: {choice.why}", "", False
     if op == "adamw":
-        found, least = {"updates": (_updates(make, device), _updates(adamw_reference, _CPU))}, _UPDATES
+        found, least = {"updates": (_updates(choice.run, device), _updates(adamw_reference, _CPU))}, _UPDATES
     elif op == "linear_fp8":
-        found, least = _products(make, device, TYPES[dtype], tokens), _PRODUCTS
+        found, least = _products(choice.run, device, TYPES[dtype], tokens), _PRODUCTS
     else:
         case = _CASES[op]
         right = _results(case, OPS[op].reference, _CPU, torch.float32, tokens)
-        ours = _results(case, make, device, TYPES[dtype], tokens)
+        ours = _results(case, choice.run, device, TYPES[dtype], tokens)
         found, least = {result: (ours[result], right[result]) for result in right}, case.least
     faults = [fault for result, pair in found.items() for fault in _differences(result, *pair, least)]
     cosine = min(_cosine(*pair) for pair in found.values())
@@ -125,16 +126,6 @@ def try_op(name: str, device: torch.device, tokens: int) -> tuple[str, str, bool
         elsewhere = "; ".join(f"{reason}: computed by {other}" for reason, other in choice.fallbacks.items())
         return f"{choice.implementation}, cosine {cosine:.5f}", elsewhere, False
     return f"{choice.implementation}, cosine {cosine:.5f}", "; ".join(faults), True
-
-
-def _choose(ops: Ops, op: str) -> tuple[Any, Selection]:
-    """The implementation of an op, AdamW's constructor or fp8's kernels."""
-    if op == "adamw":
-        return ops.choose_adamw()
-    if op == "linear_fp8":
-        return ops.choose_fp8()
-    choice: OpChoice = ops.choose(op)
-    return choice.run, choice
 
 
 _CPU = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Arguments that all implementations of an op take."""
