@@ -9,6 +9,7 @@ from lightning_megatron.device.arithmetic import (
     fp8_arithmetic,
     has_bf16_arithmetic,
     mkl_is_slow,
+    multiplies_bf16,
     peak_flops,
 )
 from lightning_megatron.device.cards import (
@@ -143,6 +144,7 @@ __all__ = [
     "memory_of_device",
     "memory_statistics",
     "mkl_is_slow",
+    "multiplies_bf16",
     "order_launches",
     "own_device",
     "peak_flops",

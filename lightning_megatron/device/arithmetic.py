@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_megatron.device.cards import device_name
 from lightning_megatron.device.kinds import CPU, CUDA, kind_of
@@ -58,6 +60,18 @@ def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | 
     if device.type != CPU.type:
         return True
     return _CPU_MULTIPLIES_BF16 if capabilities is None else _multiplies_bf16(capabilities)
+
+
+def multiplies_bf16(x: Tensor) -> bool:
+    """:func:`has_bf16_arithmetic` of a tensor's device.
+
+    A ``TorchFunctionMode`` may answer for another device, as a rehearsal does: its tensors stand for those of an
+    accelerator, whatever the processor.
+    """
+    if not torch.compiler.is_compiling() and has_torch_function((x,)):
+        answer: bool = handle_torch_function(multiplies_bf16, (x,), x)
+        return answer
+    return has_bf16_arithmetic(x.device)
 
 
 _ADDS_WIDER = "dtype_out" in torch.ops.aten.addmm.overloads()  # read at import, as above

@@ -29,9 +29,9 @@ def first_bad_row(flat: Tensor, row: int) -> tuple[Tensor, Tensor]:
     return least, index
 
 
-def finite_sum(x: Tensor) -> Tensor:
-    """Sum of a tensor, finite if no element is NaN or infinite: a scalar on the tensor's device."""
-    return x.detach().sum(dtype=_wide(x))
+def is_finite(x: Tensor) -> Tensor:
+    """True if no element is NaN or infinite: a scalar on the tensor's device."""
+    return x.detach().sum(dtype=_wide(x)).isfinite()
 
 
 def not_finite(named: Iterable[tuple[NameT, Tensor]]) -> list[NameT]:
@@ -41,7 +41,7 @@ def not_finite(named: Iterable[tuple[NameT, Tensor]]) -> list[NameT]:
         return []
     answers: dict[torch.device, list[Tensor]] = {}
     for _, x in known:
-        answers.setdefault(x.device, []).append(finite_sum(x).isfinite())
+        answers.setdefault(x.device, []).append(is_finite(x))
     fine = {device: iter(torch.stack(found).tolist()) for device, found in answers.items()}
     # A sum that is not finite may have overflowed: then each element is checked.
     return [name for name, x in known if not next(fine[x.device]) and not bool(x.detach().isfinite().all())]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
-from lightning_megatron.device import has_bf16_arithmetic
+from lightning_megatron.device import multiplies_bf16
 from lightning_megatron.ops.cpu.onednn import by_onednn, linear_onednn
 from lightning_megatron.ops.implementation import OpChoice
 
@@ -37,7 +37,7 @@ def upcasts(a: Tensor, b: Tensor, *, native: bool | None = None) -> bool:
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return False
-    if has_bf16_arithmetic(a.device) if native is None else native:
+    if multiplies_bf16(a) if native is None else native:
         return False
     if torch.is_autocast_enabled(a.device.type):  # autocast would convert the copies to bf16 again
         return False

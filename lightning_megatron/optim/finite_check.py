@@ -7,7 +7,6 @@ step waits for it. By then the parameters may be bad too, so such a model is not
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from lightning_megatron import device as devices
 from lightning_megatron.comm.collectives import all_reduce_max
 from lightning_megatron.comm.objects import all_gather_object
-from lightning_megatron.device.finite import finite_sum, first_bad_row, not_finite
+from lightning_megatron.device.finite import first_bad_row, is_finite, not_finite
 from lightning_megatron.mesh import ParallelMesh
 from lightning_megatron.optim.buffers.bucket import Bucket
 from lightning_megatron.optim.buffers.bucket_plan import ALIGNMENT
@@ -140,7 +139,7 @@ class FiniteCheck:
 
         Where no device is waited for, a tensor without a fault has none.
         """
-        if self._at_once and math.isfinite(finite_sum(x)):
+        if self._at_once and bool(is_finite(x)):
             return []
         return [_Result(kind, *first_bad_row(x.reshape(-1), ALIGNMENT), name_of)]
 

@@ -282,6 +282,9 @@ SENSELESS = rules(
         "a rounding error of bf16 decides the direction of a step": tuple(
             f"precision optimizer={name}" for name in ("adam", "adamw", "groups", "rmsprop", "adagrad")
         ),
+        "a BatchNorm takes back the scale of the layer before it, whose gradient is a rounding error": tuple(
+            f"net=norm weight-norm optimizer={name}" for name in ("adam", "adamw", "groups", "rmsprop", "adagrad")
+        ),
         "a stop ends the program": ("stop test", "stop predict"),
     }
 )

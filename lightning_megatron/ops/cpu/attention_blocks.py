@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
-from lightning_megatron.device import has_bf16_arithmetic
+from lightning_megatron.device import multiplies_bf16
 
 ROWS = 128
 """Rows of a block: larger blocks compute more scores that the causal mask hides, smaller ones multiply more slowly."""
@@ -131,7 +131,7 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _product_dtype(q: Tensor) -> torch.dtype:
     """Dtype of operands whose product is rounded to the dtype of ``q``."""
-    return q.dtype if has_bf16_arithmetic(q.device) else torch.float32
+    return q.dtype if multiplies_bf16(q) else torch.float32
 
 
 @by_shape

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.by_shape import is_by_shape
+from lightning_megatron.device import multiplies_bf16
 from lightning_megatron.tools.rehearsal.tracker import StorageTracker, Watched
 from lightning_megatron.tools.rehearsal.values import KnownValues, _tensors
 
@@ -90,7 +92,9 @@ class CallsOfRank(TorchFunctionMode):
         if is_by_shape(func):
             with self:  # torch leaves the mode for a call, and marked functions may be inside
                 return self.run(func.__wrapped__, args, kwargs)
-        if func is Tensor.backward:
+        if func is multiplies_bf16:
+            return True  # as on accelerators, on every processor
+        if func is Tensor.backward or func is torch.autograd.backward:
             with self:
                 return _backward(*args, **kwargs)
         return func(*args, **kwargs)
@@ -153,14 +157,31 @@ class CallsOfRank(TorchFunctionMode):
 
 
 def _backward(
-    loss: Tensor,
-    gradient: Tensor | None = None,
+    tensors: Any,
+    *,
+    gradient: Any = None,
+    grad_tensors: Any = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """``Tensor.backward``, without its look for overrides."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+    """``torch.autograd.backward`` from edges of the graph: for them it does not look for overrides again.
+
+    ``gradient`` is the argument of ``Tensor.backward``.
+    """
+    roots, given = _listed(tensors), gradient if grad_tensors is None else grad_tensors
+    grads = [None] * len(roots) if given is None else _listed(given)
+    grads = [torch.ones_like(x) if grad is None else grad for x, grad in zip(roots, grads, strict=True)]
+    ends = None if inputs is None else _edges(_listed(inputs))
+    torch.autograd.backward(_edges(roots), grads, retain_graph, create_graph, inputs=ends)
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, Tensor) else [*given]
+
+
+def _edges(given: list[Any]) -> list[Any]:
+    return [get_gradient_edge(each) if isinstance(each, Tensor) else each for each in given]
 
 
 def _like(tensor: Tensor, number: int) -> _Like:

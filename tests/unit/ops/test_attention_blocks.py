@@ -61,7 +61,7 @@ def test_blocks_equal_the_definition_in_fp64(name, causal, dtype, monkeypatch):
 
 @pytest.mark.parametrize("native", [True, False], ids=["bf16 arithmetic", "none"])
 def test_a_processor_without_bf16_arithmetic_multiplies_in_fp32(native, monkeypatch):
-    monkeypatch.setattr(blocks, "has_bf16_arithmetic", lambda device: native)
+    monkeypatch.setattr(blocks, "multiplies_bf16", lambda device: native)
     shape = SHAPES["grouped heads"]
     truth = gradients(exact, [x.double() for x in operands(shape, torch.bfloat16)], 0)
     assert_same(gradients(blocks.attention_blocks, operands(shape, torch.bfloat16), 0), truth, rtol=2**-7)

@@ -180,7 +180,7 @@ def test_groups_of_any_length_may_mix_widths():
 
 def test_the_head_of_a_narrow_model_loses_no_digit_between_its_chunks(monkeypatch):
     """On a processor without arithmetic for bf16; another one makes the logits in bf16."""
-    monkeypatch.setattr("lightning_megatron.ops.matmul.has_bf16_arithmetic", lambda device: False)
+    monkeypatch.setattr("lightning_megatron.ops.matmul.multiplies_bf16", lambda device: False)
     hidden, weight, labels = random(N, IN), random(OUT, IN), torch.arange(N) % OUT
     mean = torch.full((N,), 1 / N)
 

@@ -232,7 +232,7 @@ class Products(TorchDispatchMode):
 def test_a_processor_without_bf16_arithmetic_multiplies_in_fp32_for_any_sum(
     is_new: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_megatron.ops.matmul.has_bf16_arithmetic", lambda device: False)
+    monkeypatch.setattr("lightning_megatron.ops.matmul.multiplies_bf16", lambda device: False)
     a, b = torch.randn(32, 64).bfloat16(), torch.randn(64, 48).bfloat16()
     place = GradPlace(torch.full((32, 48), float("nan") if is_new else 1.0, dtype=dtype), is_new)
     with Products() as products:

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 from lightning_megatron.by_shape import by_shape
+from lightning_megatron.ops.matmul import upcasts
 from lightning_megatron.tools.rehearsal.known_calls import KnownCalls
 from lightning_megatron.tools.rehearsal.torch_private import FakeTensorMode
 from lightning_megatron.tools.rehearsal.tracker import StorageTracker
@@ -176,3 +178,41 @@ def test_functions_are_called_as_they_are_without_a_rehearsal() -> None:
     for _ in range(2):
         counted.product(torch.ones(2, 2), torch.ones(2, 2))
     assert counted.runs == 2
+
+
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gradient_of):
+        ctx.save_for_backward(x)
+        ctx.gradient_of = gradient_of
+        return x @ x.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return ctx.gradient_of(grad, x), None
+
+
+@pytest.mark.parametrize("call", ["Tensor.backward", "torch.autograd.backward", "with inputs"])
+def test_backward_runs_equal_calls_once_however_it_is_called(call: str) -> None:
+    with rehearsed() as (_, counted, _known), torch.enable_grad():
+        x = torch.empty(4, 8, requires_grad=True)
+        for _ in range(3):
+            out = _Squared.apply(x, counted.product)
+            if call == "Tensor.backward":
+                out.sum().backward()
+            elif call == "with inputs":
+                torch.autograd.backward(out.sum(), inputs=[x])
+            else:
+                torch.autograd.backward([out], [torch.ones_like(out)])
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        assert counted.runs == 1
+
+
+def test_operands_of_16_bits_are_multiplied_as_they_are_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_megatron.device.arithmetic._CPU_MULTIPLIES_BF16", False)
+    a, b = torch.ones(32, 32).bfloat16(), torch.ones(32, 32).bfloat16()
+    assert upcasts(a, b)
+    with rehearsed():
+        assert not upcasts(*(torch.empty(32, 32, dtype=torch.bfloat16) for _ in range(2)))
