@@ -6,7 +6,7 @@ from lightning_megatron.config.attention import AttentionConfig
 from lightning_megatron.config.moe import MoEConfig
 
 GATED = frozenset({"swiglu", "geglu", "geglu_tanh", "swiglu_clamped"})
-"""Activations with a gate, which takes a matrix of its own."""
+"""Activations with a gate. The gate takes a further matrix."""
 
 
 def padded_vocab_size(vocab_size: int, tp: int = 1, multiple: int = 128) -> int:

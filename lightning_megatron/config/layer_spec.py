@@ -8,8 +8,8 @@ from typing import NamedTuple
 class LayerSpec(NamedTuple):
     """The two parts of a layer, by name, so that a configuration is read without torch.
 
-    A class outside of this package is a part like any other: a family gives its configuration a class of its own, which
-    names the part in :meth:`TransformerConfig.layer_spec`.
+    A class outside of this package is a part like any other. A family subclasses :class:`TransformerConfig`, and names
+    its part in ``layer_spec``.
 
     Attributes:
         mixer: class that mixes the tokens of a sequence, as ``module:name``; a subclass of ``layers.parts.Mixer``.

@@ -63,11 +63,7 @@ def has_bf16_arithmetic(device: torch.device, capabilities: Mapping[str, Any] | 
 
 
 def multiplies_bf16(x: Tensor) -> bool:
-    """:func:`has_bf16_arithmetic` of a tensor's device.
-
-    A ``TorchFunctionMode`` may answer for another device, as a rehearsal does: its tensors stand for those of an
-    accelerator, whatever the processor.
-    """
+    """:func:`has_bf16_arithmetic` of a tensor's device; a ``TorchFunctionMode`` may answer for another device."""
     if not torch.compiler.is_compiling() and has_torch_function((x,)):
         answer: bool = handle_torch_function(multiplies_bf16, (x,), x)
         return answer

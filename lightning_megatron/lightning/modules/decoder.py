@@ -52,7 +52,7 @@ class GPTModule(TransformerModule):
 
     @property
     def trained_model(self) -> TrainedModel | None:
-        """Model for which memory is predicted; ``None`` with adapters, other kinds of layers, or a model of its own."""
+        """Model for which memory is predicted; ``None`` with adapters, other kinds of layers, or another model."""
         own = type(self)
         builds = own.configure_model is not GPTModule.configure_model
         if builds or self.lora or type(self.config) is not TransformerConfig:

@@ -72,7 +72,7 @@ class MegatronPrecision(Precision):
         loss_scale: loss scale of ``"16-mixed"``; ``None`` for Megatron's dynamic one (2^32, hysteresis 2).
 
     Attributes:
-        device: device of the model, whose operations autocast casts.
+        device: device of the model. Autocast casts the operations there.
         last_grad_norm: norm before clipping, once it is known in a step.
         step_gate: gate asked before every step of an optimizer; ``None`` for no gate.
         step_is_refused: True if the gate has refused the last step.
@@ -303,7 +303,7 @@ class MegatronPrecision(Precision):
             check(lambda: trainer.global_step, self.last_grad_norm)
 
     def _step(self, sharded: ShardedOptimizer, model: LightningModule, result: Any, kwargs: dict[str, Any]) -> Any:
-        """Step with a closure that returns the computed result, which the optimizer calls, as in Lightning."""
+        """Step with a closure that returns the computed result. The optimizer calls it, as in Lightning."""
         asked = []
 
         def closure() -> Any:

@@ -28,10 +28,10 @@ class PlannedParameter:
     """A parameter on one rank; the flags are those of ``optim.buffers.slot.BufferKey``.
 
     Attributes:
-        name: global name; for a layer, that of the first layer of its kind.
+        name: global name; the first layer of a kind names the parameters of all.
         size: elements of this rank's shard, padding of the vocabulary included.
         whole: elements over all ranks, without padding.
-        decay: True if weight decay applies, which decides its parameter group.
+        decay: True if weight decay applies; it decides the parameter group.
         replicated_over_tp: True if every tensor-parallel rank holds all of it.
         grad_sum_over_tp: True if its gradient is summed over tensor-parallel ranks.
         expert: True if it belongs to a routed expert.
@@ -129,7 +129,7 @@ def _ends(
         tied = {each.name for each in _parameters(config, shards, [last]) if each.tied_copy}
         found = [replace(each, reduce_late=each.name in tied) for each in found]
     in_front = [each for each in found if each.is_in_front]
-    return tuple(in_front), tuple(each for each in found if each not in in_front)
+    return tuple(in_front), tuple(each for each in found if not each.is_in_front)
 
 
 def _parameters(
@@ -143,7 +143,7 @@ def _parameters(
     from lightning_megatron.params import named_specs
 
     kind = resolve_name(first_family(config).model)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # a run goes on with the numbers of its own
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # a forecast draws nothing from the run's generator
         model = kind(config, ParallelMesh(shards), stages)
     in_fp8 = {id(linear.weight) for block in model.layers.values() for _, linear, _ in block_linears(block)}
     return [
