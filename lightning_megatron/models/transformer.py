@@ -70,7 +70,7 @@ class Block(CompilablePart):
         self.dropout = Dropout(config.hidden_dropout, mesh, sequence_parallel=sequence_parallel)
 
     def run_context(self) -> AbstractContextManager[Any]:
-        """Context of a compiled call: that of the feed-forward part."""
+        """The feed-forward part decides the context of a compiled call."""
         return self.mlp.run_context()
 
     def forward(

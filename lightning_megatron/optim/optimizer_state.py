@@ -60,12 +60,11 @@ def state_like(main: Tensor, state: Mapping[str, Any], owner: Tensor) -> dict[st
 def allocate_state(optimizer: Optimizer, mains: Sequence[Sequence[nn.Parameter]]) -> None:
     """Give every main parameter, listed by group, that has no state the state that its optimizer would create for it.
 
-    Only the optimizer knows the names, dtypes and shapes of its state: its ``load_state_dict`` takes any. So a copy of
-    it takes one step on parameters of one element, with value and gradient zero, and the resulting state is expanded to
-    the size of the main parameters.
-    Weights are not changed, and the optimizer's hooks do not run. ``step`` is reset to zero. Moments are zero as in a
-    fresh optimizer. The few values that a step changes even with a zero gradient (``mu_product`` of NAdam, ``eta`` of
-    ASGD) are those after one step, until a checkpoint overwrites them.
+    Only the optimizer knows the names, dtypes and shapes of its state; ``load_state_dict`` accepts any. So a copy of
+    the optimizer takes one step on parameters of one element, with value and gradient zero. The resulting state is
+    expanded to the size of the main parameters. Weights are not changed, and the optimizer's hooks do not run. ``step``
+    is reset to zero. Moments are zero as in a fresh optimizer. The few values that a step changes even with a zero
+    gradient (``mu_product`` of NAdam, ``eta`` of ASGD) are those after one step, until a checkpoint overwrites them.
     """
     probes = {main: nn.Parameter(torch.zeros_like(main[:1])) for group in mains for main in group}
     scratch = copy.copy(optimizer)  # torch's own copy protocol: groups and state, no hooks

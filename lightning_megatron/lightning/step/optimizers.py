@@ -386,8 +386,8 @@ def _names_on_all_stages(own: list[str], mesh: ParallelMesh) -> list[str]:
 class _Probe:
     """A zero gradient that shows if the user's ``optimizer_zero_grad`` clears gradients.
 
-    Lightning calls that hook only after ``training_step``, whose backwards have then filled the buffers. So there is no
-    gradient of the step before that it could clear, and a hook may clear them without a call that can be observed.
+    Lightning calls that hook after ``training_step``, when our backwards have already overwritten the old gradients. A
+    zero gradient stands in for them. The hook may clear gradients in any way, so no call can be watched instead.
     """
 
     def __init__(self, slot: Slot) -> None:

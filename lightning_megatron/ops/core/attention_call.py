@@ -13,8 +13,7 @@ from lightning_megatron.documents import Documents
 class AttentionCall(NamedTuple):
     """A call of attention, without its queries ``[S, B, N, D]``, keys ``[T, B, G, D]`` and values ``[T, B, G, V]``.
 
-    It is a tuple, so that code that walks through arguments finds the tensors in it. Give its fields by
-    name.
+    It is a tuple, so that code that walks through arguments finds the tensors in it. Give its fields by name.
 
     Attributes:
         causal: True if position ``i`` sees only positions up to ``i``.
